@@ -28,7 +28,7 @@ LARGEST_OF_LOSSY_FP16 = 2.0**8
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of one rounding to nearest: 2^-p for p significant bits."""
+    """Return the largest relative error of one rounding to nearest."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -161,19 +161,17 @@ class Claims:
         return min(self.max_magnitude, 0.99 * largest)
 
     def delta(self, numel: int) -> float:
-        """Return the δ expected of error feedback in a bucket of `numel` elements.
+        """Return the δ expected of error feedback in a bucket of `numel` elements, at least 1 / numel.
 
-        It is the claimed δ, but at least 1 / numel. The weakest usual compressors have a δ of 1 / numel: they
-        send one element, or signs with one common magnitude.
+        The weakest usual compressors have that δ: they send one element, or signs with one common magnitude.
         """
         return max(self.contraction or 0.0, 1 / max(1, numel))
 
     @property
     def element_error(self) -> float:
-        """The largest error that a hook that averages leaves, relative to the bucket's largest element.
+        """The largest error of an average, relative to the bucket's largest element; inf for a lossy hook.
 
         It is twice the tolerance of one rank, as the hook may round both the ranks' gradients and their sum.
-        For a lossy hook it is inf.
         """
         return math.inf if self.tolerance is None else 4 * self.tolerance.relative
 
@@ -187,8 +185,8 @@ class Claims:
     def largest_error(self, numel: int) -> float:
         """Return an upper bound of a rank's ‖error‖ / largest ‖gradient‖ in a bucket of `numel` elements.
 
-        The bound is lemma 3 of Karimireddy et al. (ICML 2019). For a hook that averages, the sum of the
-        remainders of all steps' errors may be a smaller bound.
+        The bound is lemma 3 of Karimireddy et al. (ICML 2019), or for a hook that averages the sum of the
+        remainders of all steps' errors, if that is smaller.
         """
         delta = self.delta(numel)
         largest = 2 * math.sqrt(1 - delta) / delta
@@ -221,19 +219,15 @@ def claims_of(
     A CompressorState's compressor declares claims; see Compressor.claims. torch's PowerSGDState has those of
     gradcomp's PowerSGD. The probe is eight steps of random gradients, on this device, on two ranks.
 
-    A hook averages if its outputs fit the tolerance of float32, float16, bfloat16 or 8 bits. They are tried
-    in this order. It also averages if a step that fits one of the first three follows a step that doesn't: no
-    compressor is exact at times, so the earlier step is an error. Any other hook is lossy. It compresses from
-    the first step on that isn't exact.
+    A hook averages if its outputs fit the tolerance of float32, float16, bfloat16 or 8 bits, tried in this
+    order. It also averages if a step that fits one of the first three follows a step that doesn't: no
+    compressor is exact at times, so the earlier step is an error. Any other hook is lossy, from the first
+    step on that isn't exact.
 
-    A lossy hook averages in the long run only. If its state keeps tensors of the gradients' size, it claims
-    error feedback and contraction: these tensors are taken for errors. Their size is the number of elements
-    of the floating-point tensors, at least as many as in the probe's matrix. Otherwise the hook claims to be
+    A hook claims error feedback if its state's floating-point tensors have at least as many elements as the
+    probe's matrix: these are taken for errors. A lossy hook then claims contraction, too, and otherwise to be
     unbiased, because a biased compressor without error feedback need not converge (Karimireddy et al., "Error
     Feedback Fixes SignSGD", ICML 2019).
-
-    A hook that averages claims error feedback by the same rule. Its feedback_precision is the dtype of
-    fp16_compress_wrapper or bf16_compress_wrapper if one wraps it, otherwise the gradients' precision.
 
     Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
     Raises ValueError if a state starts to compress after more than 16 steps, RankError if the hook fails.
@@ -257,11 +251,9 @@ def claims_of(
     claims = replace(claims, **found)
     if errors_of is not None and start is not None and (claims.is_lossy or claims.error_feedback):
         claims = replace(claims, start=declared.get("start", start))
-    if claims.error_feedback:
-        claims = replace(claims, errors_of=errors_of)
     if claims.is_lossy and coarsest == torch.float16:
         claims = replace(claims, max_magnitude=LARGEST_OF_LOSSY_FP16)
-    return claims
+    return replace(claims, errors_of=errors_of) if claims.error_feedback else claims
 
 
 def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
@@ -310,7 +302,7 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
         next((dtype for dtype in plain if _fits(run, step, Tolerance.rounding(dtype))), None)
         for step in range(PROBED_STEPS)
     ]
-    first_lossy = next((step for step, dtype in enumerate(fits) if dtype is None), PROBED_STEPS)
+    first_lossy = fits.index(None) if None in fits else PROBED_STEPS
     averages_later = [dtype for dtype in fits[first_lossy:] if dtype]
     start = first_lossy % PROBED_STEPS if start is None else start
     seen = averages_later or [dtype for dtype in fits[: start or None] if dtype]
@@ -328,10 +320,9 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
             start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
             precision = fits[start] or precision
     averages = tolerance is not None
+    max_magnitude = LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
     if tolerance is not None and tolerance.of == "element":
         max_magnitude = torch.finfo(precision).max * 0.99
-    else:
-        max_magnitude = LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
     return Claims(
         tolerance=tolerance,
         precision=precision,

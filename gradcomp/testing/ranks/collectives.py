@@ -23,6 +23,7 @@ same value. Differences from gloo:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
@@ -154,13 +155,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     ranks: the global ranks of the members.
     index: distinguishes groups of the same ranks.
     sent_bytes: the bytes that this rank has handed to this group's collectives so far.
+    num_issued: the number of collectives that this rank has issued so far.
     """
 
     def __init__(self, network: Network, rank: int, ranks: Sequence[int], index: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the form for subclasses
         self.ranks = tuple(ranks)
         self.index = index
-        self.sent_bytes = 0
+        self.sent_bytes = self.num_issued = 0
         self.network = network
 
     def __repr__(self) -> str:
@@ -370,7 +372,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _refuse(method: str) -> Callable[..., NoReturn]:
-    instead = "gloo has none either" if method in _NOT_OF_GLOO else "run with ranks='gloo'"
+    # torch 2.15 has gather_single, for NCCL.
+    instead = "gloo has none either" if method.startswith("gather_") else "run with ranks='gloo'"
 
     def refused(self: SimulatedProcessGroup, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(f"simulated ranks have no {method}: {instead}")
@@ -378,20 +381,7 @@ def _refuse(method: str) -> Callable[..., NoReturn]:
     return refused
 
 
-_NOT_OF_GLOO = ("gather_single", "gather_into_tensor")  # torch 2.15 has them, for NCCL
-for _method in (
-    *_NOT_OF_GLOO,
-    "send",
-    "recv",
-    "recv_anysource",
-    "monitored_barrier",
-    "allgather_coalesced",
-    "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "split_group",
-    "_start_coalescing",
-    "_end_coalescing",
-):
-    setattr(SimulatedProcessGroup, _method, _refuse(_method))
+_COMMUNICATES = re.compile("all|reduce|gather|scatter|cast|send|recv|barrier|coalescing|split_group")
+for _method in filter(_COMMUNICATES.search, dir(dist.ProcessGroup)):
+    if not hasattr(object, _method) and _method not in vars(SimulatedProcessGroup):
+        setattr(SimulatedProcessGroup, _method, _refuse(_method))

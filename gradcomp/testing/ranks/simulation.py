@@ -25,7 +25,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import count
 from typing import Any
@@ -49,18 +48,6 @@ _one_at_a_time = threading.Lock()  # a simulation exchanges the process's defaul
 _first_names = count(1_000_000, 1_000_000)
 
 
-@dataclass(eq=False)
-class _Group:
-    """The state of a group, for all its ranks.
-
-    num_issued: by member, the number of collectives that the member has issued.
-    open: by index in the group, then by member, the collectives that some members have yet to issue.
-    """
-
-    num_issued: list[int]
-    open: dict[int, dict[int, SimulatedWork]] = field(default_factory=dict)
-
-
 class Simulation:
     """One run of `function(rank, process_group, *arguments)` on simulated ranks."""
 
@@ -71,7 +58,8 @@ class Simulation:
         groups = [SimulatedProcessGroup(self, rank, ranks, 0) for rank in ranks]
         self._worlds = [c10d.new_world(group, ranks, next(_first_names)) for group in groups]
         self._identity = c10d.Identity(self._worlds)
-        self._groups: dict[tuple[tuple[int, ...], int], _Group] = {}
+        # Collectives that some members have yet to issue: by group and place in its sequence, then by member.
+        self._open: dict[tuple[tuple[int, ...], int, int], dict[int, SimulatedWork]] = {}
         self._scheduler = Scheduler(schedule, self._identity.become, self._unfinished)
         self._results: list[Any] = [None] * world_size
         for rank in ranks:
@@ -94,18 +82,16 @@ class Simulation:
     def issue(self, group: SimulatedProcessGroup, call: Call) -> SimulatedWork:
         """Issue the running rank's next collective in this group. Other ranks may run before it returns."""
         task = self._task(call.name)
-        rank = group.rank()
-        shared = self._groups.setdefault((group.ranks, group.index), _Group([0] * group.size()))
-        index = shared.num_issued[rank]
-        shared.num_issued[rank] += 1
-        place = f"collective {index} of the group {list(group.ranks)}"
-        members = shared.open.setdefault(index, {})
-        members[rank] = work = SimulatedWork(self, task.rank, call, place, call_site())
+        place = f"collective {group.num_issued} of the group {list(group.ranks)}"
+        key = (group.ranks, group.index, group.num_issued)
+        group.num_issued += 1
+        members = self._open.setdefault(key, {})
+        members[group.rank()] = work = SimulatedWork(self, task.rank, call, place, call_site())
         first = next(iter(members.values())).call
         if (first.name, first.agreed) != (call.name, call.agreed):
             self._scheduler.fail(_mismatch(f"ranks disagree on {work.place}", members))
         elif len(members) == group.size():
-            del shared.open[index]
+            del self._open[key]
             works = [members[member] for member in range(group.size())]
             if problem := _shape_mismatch([work.call for work in works]):
                 self._scheduler.fail(_mismatch(f"{work.place}: {problem}", members))
@@ -148,12 +134,11 @@ class Simulation:
 
     def _unfinished(self) -> list[str]:
         lines = []
-        for (ranks, _), group in self._groups.items():
-            for members in group.open.values():
-                missing = [rank for member, rank in enumerate(ranks) if member not in members]
-                place = next(iter(members.values())).place
-                lines.append(f"{place} was not issued by rank {', '.join(map(str, missing))}, but by")
-                lines += _issuers(members)
+        for (ranks, *_), members in self._open.items():
+            missing = [rank for member, rank in enumerate(ranks) if member not in members]
+            place = next(iter(members.values())).place
+            lines.append(f"{place} was not issued by rank {', '.join(map(str, missing))}, but by")
+            lines += _issuers(members)
         return lines
 
 
