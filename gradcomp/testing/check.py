@@ -49,6 +49,7 @@ PROPERTIES = (
     properties.bounded_memory,
 )
 PHASES = (Phase.generate, Phase.shrink)
+_Show = Callable[[str], None]
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
     "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
@@ -152,19 +153,16 @@ def check_hook(
     device: the gradients' device.
     only: the names of the properties to check; empty for all.
 
-    The same call draws the same workloads. A counter-example is the smallest that Hypothesis finds.
-
-    If the hook raises on some workloads, `completes` fails. If it makes inf or NaN of finite gradients,
-    `finite_in_finite_out` fails. The other properties pass over these workloads.
-
-    If standard error is a terminal, a line there shows the progress.
+    The same call draws the same workloads. A counter-example is the smallest that Hypothesis finds. If the
+    hook raises on some workloads, `completes` fails; if it makes inf or NaN of finite gradients,
+    `finite_in_finite_out`. The other properties pass over these workloads. If standard error is a terminal, a
+    line there shows the progress.
 
     Raises TypeError if make_state can't be called, ValueError for an unknown name in `only`.
     """
     if make_state is not None and not callable(make_state):
-        raise TypeError(
-            f"make_state is a function of the process group that returns a new state, got {make_state!r}"
-        )
+        expected = "make_state is a function of the process group that returns a new state"
+        raise TypeError(f"{expected}, got {make_state!r}")
     known = [each.name for each in PROPERTIES]
     if unknown := set(only) - set(known):
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
@@ -181,11 +179,7 @@ def check_hook(
 
 
 def _report(
-    subject: Subject,
-    searched: Sequence[Property],
-    drawn: Drawn,
-    max_examples: int,
-    show: Callable[[str], None],
+    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, show: _Show
 ) -> Report:
     report = Report(subject.name, subject.claims)
     known: list[type[AssertionError]] = []
@@ -200,13 +194,13 @@ def _report(
         search.try_each(each.listed(drawn))
         report.verdicts[each.name] = search.verdict()
         if search.failure is not None:
-            report.failures.append(search.failure)
+            report.failures.append(search.with_multiple_of_mean(search.failure))
             known += each.explains
     return report
 
 
 def _report_without_claims(
-    subject: Subject, drawn: Drawn, max_examples: int, show: Callable[[str], None], error: RankError
+    subject: Subject, drawn: Drawn, max_examples: int, show: _Show, error: RankError
 ) -> Report:
     """Report on a hook that raises `error` in the probe: check `completes` only, or raise `error`."""
     completes = PROPERTIES[0]
@@ -229,7 +223,7 @@ class _Search:
 
     searched: Property
     subject: Subject
-    show: Callable[[str], None]
+    show: _Show
     what: str
     known: tuple[type[AssertionError], ...] = ()
     failure: Failure | None = None
@@ -256,6 +250,15 @@ class _Search:
         for workload in workloads:
             if self.failure is not None or self._fails(workload):
                 return
+
+    def with_multiple_of_mean(self, failure: Failure) -> Failure:
+        """Add the factor to the message if the hook's outputs are a multiple of the mean."""
+        try:
+            factor = self.subject.multiple_of_mean(failure.counterexample)
+        except RankError:
+            return failure
+        said = f"; the output is {factor} × the mean" if factor else ""
+        return replace(failure, message=failure.message + said)
 
     def _fails(self, workload: Workload) -> bool:
         self.num_tried += 1
@@ -285,7 +288,7 @@ class _Search:
 
 
 @contextmanager
-def _progress(name: str) -> Iterator[Callable[[str], None]]:
+def _progress(name: str) -> Iterator[_Show]:
     """Yield show(text), which overwrites a line on standard error if that is a terminal; clear it at last."""
     stream = sys.stderr
     if stream is None or not stream.isatty():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ def compression_report(
         (state,) = run_ranks(lambda _, process_group: make_state(process_group), 1)
         rank = getattr(state, "matrix_approximation_rank", None)
     outcomes, wire_bytes = _run_buckets(hook, make_state, given, buckets)
-    best = [each.best(rank) for each in outcomes]
+    best = [None if rank is None else _best(each.means[-1], each.shape, rank) for each in outcomes]
     means = torch.cat([each.means for each in outcomes], dim=1)
     averages = torch.cat([each.averages for each in outcomes], dim=1)
     whole = _Outcome((means.shape[1],), means, averages, sum(o.gradient_bytes for o in outcomes), wire_bytes)
@@ -133,9 +133,19 @@ def compression_report(
         len(given[0]),
         len(given),
         rank,
-        tuple(each.quality(kept) for each, kept in zip(outcomes, best, strict=True)),
-        whole.quality(None if rank is None else sum(kept or 0.0 for kept in best)),
+        tuple(map(_quality, outcomes, best)),
+        _quality(whole, None if rank is None else sum(kept or 0.0 for kept in best)),
     )
+
+
+class _Outcome(NamedTuple):
+    """A tensor's mean gradients and the hook's averages of them, both [steps, elements] in float64."""
+
+    shape: tuple[int, ...]
+    means: Tensor
+    averages: Tensor
+    gradient_bytes: int
+    wire_bytes: int | None
 
 
 def _run_buckets(
@@ -173,40 +183,27 @@ def _run_buckets(
     return [outcomes[index] for index in sorted(outcomes)], wire_bytes
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """A tensor's mean gradients and the hook's averages of them, both [steps, elements] in float64."""
+def _best(mean: Tensor, shape: tuple[int, ...], rank: int) -> float:
+    """Compute ‖best approximation of this rank to a tensor of this shape‖²."""
+    if len(shape) < 2 or not mean.numel():
+        return float(mean.square().sum())
+    return float(torch.linalg.svdvals(mean.view(shape[0], -1))[:rank].square().sum())
 
-    shape: tuple[int, ...]
-    means: Tensor
-    averages: Tensor
-    gradient_bytes: int
-    wire_bytes: int | None
 
-    def best(self, rank: int | None) -> float | None:
-        """Compute ‖best approximation of this rank to the last mean‖²; None without a rank."""
-        mean = self.means[-1]
-        if rank is None:
-            return None
-        if len(self.shape) < 2 or not mean.numel():
-            return float(mean.square().sum())
-        singular = torch.linalg.svdvals(mean.view(self.shape[0], -1))
-        return float(singular[:rank].square().sum())
-
-    def quality(self, best: float | None) -> Quality:
-        mean, average, summed = self.means[-1], self.averages[-1], self.means.sum(0)
-        relative_error = _ratio(float((average - mean).norm()), float(mean.norm()))
-        product = float(average.norm() * mean.norm())
-        return Quality(
-            shape=self.shape,
-            relative_error=relative_error,
-            accumulated_error=_ratio(float((self.averages.sum(0) - summed).norm()), float(summed.norm())),
-            cosine_similarity=float(average @ mean) / product if product else math.nan,
-            energy_kept=1.0 - relative_error**2,
-            best_energy=None if best is None else _ratio(best, float(mean.square().sum()), 1.0),
-            gradient_bytes=self.gradient_bytes,
-            wire_bytes=self.wire_bytes,
-        )
+def _quality(outcome: _Outcome, best: float | None) -> Quality:
+    mean, average, summed = outcome.means[-1], outcome.averages[-1], outcome.means.sum(0)
+    relative_error = _ratio(float((average - mean).norm()), float(mean.norm()))
+    product = float(average.norm() * mean.norm())
+    return Quality(
+        shape=outcome.shape,
+        relative_error=relative_error,
+        accumulated_error=_ratio(float((outcome.averages.sum(0) - summed).norm()), float(summed.norm())),
+        cosine_similarity=float(average @ mean) / product if product else math.nan,
+        energy_kept=1.0 - relative_error**2,
+        best_energy=None if best is None else _ratio(best, float(mean.square().sum()), 1.0),
+        gradient_bytes=outcome.gradient_bytes,
+        wire_bytes=outcome.wire_bytes,
+    )
 
 
 def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:

@@ -5,20 +5,11 @@
     claims: the hook's claims; by default claims_of(hook, make_state) infers them.
     ranks: "simulated", or "gloo" for real processes.
 
-A property runs the hook on every rank; see run_hook. If the hook doesn't claim the property, the function
-returns None without a check.
+Returns None without a check if the hook doesn't claim the property.
 
 Raises PropertyFailure if the property fails on this workload: the message has the expected and the actual
 value, and the rank, step and tensor. Raises RankError if the hook doesn't finish.
-
-A property can be used alone in a test::
-
-    @given(strategies.workloads())
-    def test_averages(workload):
-        properties.averages(my_hook, None, workload)
 """
-
-from __future__ import annotations
 
 from gradcomp.testing.properties.accuracy import (
     averages,

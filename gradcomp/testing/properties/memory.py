@@ -102,7 +102,6 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
                     f"step {workload.num_steps - 1}, {bucket.name}: before {num_steps} steps with zero "
                     f"gradients ‖Σ mean gradients − Σ outputs‖ was {norms[-1 - num_steps]:.6g}; expected "
                     f"at most {allowed:.6g} after them, got {after:.6g}"
-                    f"{subject.multiple(workload, bucket.means.sum(0), bucket.outputs.sum(0))}"
                 )
         if before > rounding:
             yield after / before

@@ -43,12 +43,10 @@ HALF_OF_THE_DIGITS = 0.5
 def completes(subject: Subject, workload: Workload) -> None:
     """All ranks finish all steps, with all buckets in flight, whenever collectives complete.
 
-    No rank raises, no two ranks issue collectives in different orders, and none waits for ever. DDP accepts
-    the hook's signature.
-
-    Process groups match collectives only by the order in which each rank issues them (PyTorch DDP design
-    note; c10d). So this order must not depend on the time at which a callback runs. The property runs four
-    schedules of simulated ranks, or once on gloo.
+    No rank raises, none waits for ever, and DDP accepts the hook's signature. Process groups match
+    collectives only by the order in which each rank issues them (PyTorch DDP design note; c10d). So this
+    order must not depend on the time at which a callback runs. The property runs four schedules of simulated
+    ranks, or once on gloo.
     """
     if refused := _refused_signature(subject.hook):
         raise PropertyFailure(f"DDP's register_comm_hook refuses the hook: {refused}")
@@ -88,8 +86,8 @@ def finite_in_finite_out(subject: Subject, workload: Workload) -> Iterator[float
     """Outputs of finite gradients are finite while the ranks' mean |gradient| ≤ claims.max_magnitude.
 
     The limit is for the mean because the dtype on the wire must hold the mean, but not a single rank's
-    gradient. Zero gradients are included. The workload is run unchanged. Then it is run for two compressed
-    steps, multiplied by the power of two that takes it to the limit.
+    gradient. The workload is run unchanged. Then it is run for two compressed steps, multiplied by the power
+    of two that takes it to the limit.
 
     Yields the largest mean |gradient| of the second run; nothing for a workload beyond the limit.
     """
@@ -124,10 +122,8 @@ def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
     """An inf or NaN on one rank leads to inf or NaN in its bucket's outputs on every rank, in that step only.
 
     So torch.amp's GradScaler, which checks every rank's own gradients, skips the step on all ranks or on
-    none. Outputs of later steps, and errors in the state, are finite again.
-
-    The value is the workload's poison; by default inf in the middle of the last rank's first tensor, in the
-    first compressed step.
+    none. Outputs of later steps, and errors in the state, are finite again. The value is the workload's
+    poison; by default inf on the last rank in the first compressed step.
     """
     claims = subject.claims
     poison = workload.poison or (claims.start, workload.world_size - 1, 0, math.inf)
@@ -136,9 +132,7 @@ def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
     try:
         _require_seen_and_gone(subject, poisoned, poison)
     except PropertyFailure:
-        sound = replace(poisoned, poison=None)
-        # If this raises, the poison is not the cause.
-        subject.finite_run(sound)
+        subject.finite_run(replace(poisoned, poison=None))  # if this raises, the poison is not the cause
         raise
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing.claims import AVERAGES_WITHIN, Claims, claims_of
-from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks, Run, run_hook
 from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
@@ -54,46 +52,28 @@ class Subject:
         require_finite(run)
         return run
 
-    def multiple(self, workload: Workload, mean: Tensor, output: Tensor) -> str:
-        """Return the end of a failure's message: the factor, if the output is a multiple of the mean, or "".
+    def multiple_of_mean(self, workload: Workload) -> float | None:
+        """Find the factor c ≠ 1 with outputs = c · means; None if there is none.
 
-        For example, a hook that forgets to divide outputs the sum. Multiples within 5 % count, as for hooks
-        that average. An output of one element is always a multiple of the mean. So a second run, on as many
-        ranks, must have the factor, too: its outputs against its means, both summed over the steps. Steps
-        with zero gradients at its end make error feedback output the held-back errors.
+        For example, a hook that forgets to divide outputs the sum. The hook is run on a few tensors, with the
+        ranks, dtype and device of this workload. Outputs and means are summed over the steps. Zero gradients
+        at the end make error feedback output the held-back errors. ‖outputs − c · means‖ may be at most 5 %
+        of ‖c · means‖, and a tenth of ‖(c − 1) · means‖. c is rounded to 2 digits, or 4 if these are needed.
         """
-        if not _factor(mean, output):
-            return ""
-        larger = Workload(
-            ((8, 9), (5,)),
-            world_size=workload.world_size,
-            steps=self.claims.start + 4,
-            dtype=workload.dtype,
-            noise=1.0,
-            drift=0.5,
-            zero_steps=16,
-            device=workload.device,
+        few = Workload(((8, 9), (5,)), steps=self.claims.start + 4, noise=1.0, drift=0.5, zero_steps=16)
+        world_size, dtype, device = workload.world_size, workload.dtype, workload.device
+        run = self.run(replace(few, world_size=world_size, dtype=dtype, device=device))
+        steps = range(self.claims.start, run.workload.num_steps)
+        mean = torch.stack([flat(run.workload.mean(step)) for step in steps]).sum(0)
+        output = torch.stack([flat(run.outputs[step][0]) for step in steps]).sum(0)
+        factor = float(mean @ output / mean.square().sum())
+        left = float((output - factor * mean).norm() / mean.norm())
+        if not left <= min(AVERAGES_WITHIN * abs(factor), abs(factor - 1) / 10):
+            return None
+        shown = (float(f"{factor:.{digits}g}") for digits in (2, 4))
+        return next(
+            (each for each in shown if abs(factor - each) <= abs(factor - 1) / 10 and each != 1), None
         )
-        try:
-            run = self.run(larger)
-        except RankError:
-            return ""
-        steps = range(self.claims.start, larger.num_steps)
-        given = torch.stack([flat(larger.mean(step)) for step in steps])
-        got = torch.stack([flat(run.outputs[step][0]) for step in steps])
-        factor = _factor(given.sum(0), got.sum(0))
-        return f"; the output is {factor} × the mean" if factor else ""
-
-    @contextmanager
-    def naming_multiples(self, workload: Workload, mean: Tensor, output: Tensor) -> Iterator[None]:
-        """If the output is a multiple of the mean, add the factor to a PropertyFailure of this context."""
-        try:
-            yield
-        except PropertyFailure as failure:
-            raise PropertyFailure(f"{failure}{self.multiple(workload, mean, output)}") from None
-
-
-Check = Callable[[Subject, Workload], Iterable[float] | None]
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -101,20 +81,7 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
-def _factor(mean: Tensor, output: Tensor) -> float | None:
-    """Find the factor c ≠ 1 with output = c · mean, or None if there is none.
-
-    c is rounded to 2 digits if they are enough, else to 4. ‖output − c · mean‖ may be at most 5 % of
-    ‖c · mean‖, and a tenth of ‖(c − 1) · mean‖.
-    """
-    mean, output = mean.double().flatten(), output.double().flatten()
-    square = float(mean.square().sum())
-    factor = float(mean @ output) / square if square else math.nan
-    left = float((output - factor * mean).norm()) / math.sqrt(square) if square else math.nan
-    if not left <= min(AVERAGES_WITHIN * abs(factor), abs(factor - 1) / 10):
-        return None
-    shown = (float(f"{factor:.{digits}g}") for digits in (2, 4))
-    return next((each for each in shown if abs(factor - each) <= abs(factor - 1) / 10 and each != 1), None)
+Check = Callable[[Subject, Workload], Iterable[float] | None]
 
 
 @dataclass(frozen=True, eq=False)

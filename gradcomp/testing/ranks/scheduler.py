@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 
 import torch
 
@@ -49,21 +49,19 @@ def _owner(filename: str) -> str:
 def call_site() -> CallSite:
     """Find the calling line and, if it is in gradcomp or torch's hooks, the user's line that led to it."""
     lines: list[tuple[CodeType, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         owner = _owner(frame.f_code.co_filename)
         if owner == "user" or (owner == "library" and not lines):
-            lines.append((frame.f_code, frame.f_lineno))
+            lines.append((frame.f_code, line))
         if owner == "user":
             break
-        frame = frame.f_back
     return tuple(lines)
 
 
-def shown(site: CallSite, indent: str = "    ") -> str:
+def shown(site: CallSite) -> str:
     """Format the call site as text, one line per line of code: file:line, function and source."""
     return "\n".join(
-        f"{indent}{code.co_filename}:{line} in {code.co_name}: "
+        f"    {code.co_filename}:{line} in {code.co_name}: "
         f"{linecache.getline(code.co_filename, line).strip()}"
         for code, line in site
     )
@@ -218,10 +216,9 @@ class Scheduler:
             task.may_run.release()
 
     def _end(self) -> None:
-        """End all threads.
+        """End all threads. One that doesn't pause is interrupted.
 
-        A thread that does not pause is interrupted. Python can't interrupt a thread that is blocked in C++:
-        then that thread stays as a daemon, and so do the threads that wait to be scheduled.
+        Python can't interrupt a thread that is blocked in C++: it stays as a daemon, and so do the others.
         """
         if not self._over.wait(1) and self._running is not None:
             thread = ctypes.c_ulong(self._running.ident or 0)
