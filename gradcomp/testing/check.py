@@ -290,15 +290,11 @@ class _Search:
 @contextmanager
 def _progress(name: str) -> Iterator[_Show]:
     """Yield show(text), which overwrites a line on standard error if that is a terminal; clear it at last."""
-    stream = sys.stderr
-    if stream is None or not stream.isatty():
-        yield lambda text: None
-        return
-    width = shutil.get_terminal_size().columns - 1  # no line may wrap
+    stream, width = sys.stderr, shutil.get_terminal_size().columns - 1  # no line may wrap
 
     def write(line: str) -> None:
-        stream.write(f"{line[:width]:<{width}}\r")
-        stream.flush()
+        if stream is not None and stream.isatty():
+            print(f"{line[:width]:<{width}}", end="\r", file=stream, flush=True)
 
     try:
         yield lambda text: write(f"{name}: {text}")

@@ -361,9 +361,9 @@ def _fits_eight_bits(run: Run) -> bool:
 
 def _wrapped_in(hook: Any) -> torch.dtype:
     """Return the dtype to which a wrapper rounds a hook's gradients; float64 without a wrapper."""
-    wrappers = {"fp16_compress_wrapper": torch.float16, "bf16_compress_wrapper": torch.bfloat16}
-    dtypes = [dtype for name, dtype in wrappers.items() if name in _names(hook)]
-    return max(dtypes, key=unit_roundoff, default=torch.float64)
+    if "bf16_compress_wrapper" in _names(hook):
+        return torch.bfloat16
+    return torch.float16 if "fp16_compress_wrapper" in _names(hook) else torch.float64
 
 
 def _names(hook: Any) -> str:

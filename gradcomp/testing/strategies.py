@@ -64,9 +64,8 @@ def dtypes() -> SearchStrategy[torch.dtype]:
 def buckets_of(
     num_tensors: int, cuts: Sequence[bool] = (), reverse: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide tensors 0 … num_tensors − 1 into buckets.
+    """Divide tensors 0 … num_tensors − 1 into buckets, which end at the positions where `cuts` is True.
 
-    cuts: by position, True if a bucket ends there.
     reverse: take the tensors in reverse order, like DDP.
     """
     order = list(range(num_tensors))[:: -1 if reverse else 1]
@@ -179,10 +178,9 @@ class Drawn:
         return self.any(poison=poisons(steps, self.world_size))
 
     def every_poison(self) -> Iterator[Workload]:
-        """List workloads with inf, −inf or NaN on one rank, for each rank.
+        """List workloads with inf, −inf or NaN on each rank, in a compressed matrix or the vector beside it.
 
-        Each value comes in a plain step, in the first compressed step and in the last step, and each time in
-        a compressed matrix or in the vector beside it.
+        Each comes in a plain step, in the first compressed step and in the last step.
         """
         matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
         workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
@@ -200,10 +198,7 @@ class Drawn:
         return self.any(tensors=shapes(max_numel=64), num_tensors=(1, 2), noises=(0.1, 1.0))
 
     def flushed(self) -> Sequence[SearchStrategy[Workload]]:
-        """Draw workloads that end with zero gradients.
-
-        There are a few zero steps or, for small tensors, enough that little error may be left.
-        """
+        """Draw workloads that end with zero steps: a few, or until little error of small tensors may be left."""
         small = {
             "tensors": shapes(max_numel=25),
             "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
@@ -220,10 +215,7 @@ class Drawn:
 
     @property
     def _few(self) -> int:
-        """The least number of zero steps.
-
-        4 for a hook that averages, as its errors soon fall below its quantization levels; otherwise 16.
-        """
+        """The least number of zero steps: few for averages, as errors soon fall below quantization levels."""
         return 16 if self.claims.element_error >= 1 else 4
 
     def _with_zeros(self, workload: Workload) -> Workload:

@@ -21,12 +21,11 @@ from gradcomp.testing.properties.subject import (
     require_close,
     require_close_in_norm,
     require_finite,
+    unless_lossy,
 )
 from gradcomp.testing.run import Output, Run
 from gradcomp.testing.workload import Workload
 
-# A sum of independent roundings, each as large as allowed, may deviate by this many standard deviations.
-DEVIATIONS = 5.0
 # The error allowed in a gradient of rank r that is recovered from its factors, in unit roundoffs. It is P's
 # condition number, up to 1000 for a random projection. In 16 bits less is allowed, as 1000 allows any output.
 ROUNDINGS_OF_FACTORS = {
@@ -53,10 +52,8 @@ def averages(subject: Subject, workload: Workload) -> Iterator[float]:
     W addends and their partial sums are rounded to the dtype on the wire, with unit roundoff u and subnormal
     spacing s (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). The magnitude is
     the largest |gradient| of the ranks; see Tolerance. A lossy hook is checked in its plain steps, and for
-    tensors of its exact shapes.
-
-    Roundings cancel in a large number of elements, but a wrong factor, for example 1.01, doesn't. So all
-    averages are also checked together; see `_require_factor_one`.
+    tensors of its exact shapes. Roundings cancel in a large number of elements, but a wrong factor, for
+    example 1.01, doesn't. So all averages are also checked together; see `_require_factor_one`.
 
     Yields error / tolerance; nothing if the hook claims no average of the workload.
     """
@@ -79,12 +76,12 @@ def averages(subject: Subject, workload: Workload) -> Iterator[float]:
 def _require_factor_one(checked: Sequence[tuple[Output, Tensor, Tolerance]]) -> None:
     """Raise PropertyFailure if ⟨output, mean⟩ / ‖mean‖² of rank 0's outputs differs from 1 beyond rounding.
 
-    The factor may differ from 1 by the sum of two terms. One is a rounding of every element, as a hook may
-    round towards zero. The other is five standard deviations of a sum of independent errors, each as large as
-    allowed. Equal means may have equal errors, so only different means count as independent.
+    The factor may differ from 1 by a rounding of every element, as a hook may round towards zero, plus five
+    standard deviations of a sum of independent errors, each as large as allowed. Equal means may have equal
+    errors, so only different means count as independent. Tensors may differ by orders of magnitude, so each
+    is divided by the largest error allowed in it.
 
-    checked: outputs, the error allowed in each element, and the tolerance. Tensors may differ by orders of
-        magnitude. So each tensor is divided by the largest error allowed in it.
+    checked: outputs, the error allowed in each element, and the tolerance.
     """
     parts = []
     for output, allowed, tolerance in checked:
@@ -101,7 +98,7 @@ def _require_factor_one(checked: Sequence[tuple[Output, Tensor, Tolerance]]) -> 
     off, square = float(means @ errors), float(means.square().sum())
     repetitions = len(means) / len(means.abs().unique())
     deviation = math.sqrt(float((means * allowed).square().sum()) * repetitions)
-    limit = float(means.abs() @ roundings) + DEVIATIONS * deviation
+    limit = float(means.abs() @ roundings) + 5 * deviation
     if abs(off) > limit:
         raise PropertyFailure(
             f"every element is within its tolerance, but all {len(means)} averages together are "
@@ -152,10 +149,6 @@ def _lines(zero: Tensor) -> Tensor:
     return (matrix.all(1, keepdim=True) | matrix.all(0)).view(zero.shape)
 
 
-def unless_lossy(claims: Claims) -> str:
-    return "" if claims.is_lossy else "averages"
-
-
 @property_of(
     lambda claims: unless_lossy(claims) or ("" if claims.exact_rank else "exact for no rank"),
     listed=lambda drawn: [*drawn.odd(), *drawn.various()],
@@ -193,12 +186,8 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
         yield require_close_in_norm(output, output.mean, output.average, allowed, whose)
 
 
-def _unless_contraction(claims: Claims) -> str:
-    return unless_lossy(claims) or ("no contraction" if claims.contraction is None else "")
-
-
 @property_of(
-    _unless_contraction,
+    lambda claims: unless_lossy(claims) or ("no contraction" if claims.contraction is None else ""),
     listed=lambda drawn: [*drawn.odd(), *drawn.various(), *drawn.long()],
     measure="δ ≥",
     worst=min,
@@ -208,10 +197,8 @@ def contraction(subject: Subject, workload: Workload) -> Iterator[float]:
 
     Error feedback needs such a δ-contraction (Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019,
     assumption A). All ranks get the same gradients. Then M is the mean and C(M) the output, whether a hook
-    compresses every rank's gradient or their sum.
-
-    Every compressed step is checked. With error feedback M is the gradient plus the held-back error; see
-    `BucketSteps`. This error is known only if the ranks are symmetric. Otherwise only the first compressed
+    compresses every rank's gradient or their sum. With error feedback M includes the held-back error; see
+    `BucketSteps`. This error is known only if the ranks are symmetric: otherwise only the first compressed
     step is checked.
 
     δ is claims.contraction. With 0, an output is no farther from the gradient than zero is. Random
@@ -223,13 +210,12 @@ def contraction(subject: Subject, workload: Workload) -> Iterator[float]:
     claims = subject.claims
     assert claims.contraction is not None
     only_first = claims.error_feedback and not claims.rank_symmetric
-    num_steps = claims.start + 1 if only_first else max(workload.steps, claims.start + 1)
+    num_steps = max(claims.start + 1, 0 if only_first else workload.steps)
     workload = replace(workload, noise=0.0, zero_steps=0, steps=num_steps)
     run = subject.finite_run(workload)
     least = claims.contraction
     for bucket in BucketSteps.each(claims, run):
-        for step in range(claims.start, num_steps):
-            i = step - claims.start
+        for i, step in enumerate(range(claims.start, num_steps)):
             given = bucket.means[i] + (bucket.held[i] if claims.error_feedback else 0.0)
             size, lost = float(given.norm()), float((given - bucket.outputs[i]).norm())
             allowed = (math.sqrt(1 - least) + 4 * claims.unit_roundoff(workload.dtype)) * size
@@ -303,7 +289,6 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
 
     Two gradients take turns in 512 steps. So a hook that outputs the previous step's average deviates, too.
     Each pair of steps is one draw. Draws are independent if the hook draws new random numbers in every step.
-
     One half of the draws, chosen at random, yields the direction d of the outputs' deviation from the mean.
     The other half, n draws, yields
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.properties.accuracy import ROUNDINGS_OF_A_STEP, BucketSteps, unless_lossy
+from gradcomp.testing.properties.accuracy import ROUNDINGS_OF_A_STEP, BucketSteps
 from gradcomp.testing.properties.subject import (
     PropertyFailure,
     Subject,
     property_of,
     require_close_in_norm,
     require_same,
+    unless_lossy,
 )
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.workload import Workload
@@ -72,13 +73,10 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
         (1 − δ)^K · 4 (1 − δ) / δ² · max ‖gradient‖²            otherwise
 
     The second bound is lemma 3 of Karimireddy et al., ICML 2019, for errors. Every bucket is checked by
-    itself; for δ see `Claims.delta`. For a hook that averages, ‖held‖ falls in every step to a fraction that
-    follows from its tolerance; see `Claims.left_after`.
-
-    With the same gradients on every rank, the second half of the zero steps is checked by itself, too. Most
-    of the error is output by then, so a small loss shows, for example if errors are multiplied by 0.999.
-
-    The rounding allowed is 8 u (max ‖gradient‖ + ‖held‖) in every step.
+    itself; see `Claims.delta`, and for a hook that averages `Claims.left_after`. With the same gradients on
+    every rank, the second half of the zero steps is checked by itself, too. Most of the error is output by
+    then, so a small loss shows, for example if errors are multiplied by 0.999. The rounding allowed is
+    8 u (max ‖gradient‖ + ‖held‖) in every step.
 
     Yields ‖held‖ at the end / ‖held‖ before the zero steps; nothing for a workload without zero steps, and if
     no error is held back.

@@ -149,6 +149,10 @@ def property_of(
     return lambda check: Property(check, unclaimed, **search)
 
 
+def unless_lossy(claims: Claims) -> str:
+    return "" if claims.is_lossy else "averages"
+
+
 class PropertyFailure(AssertionError):  # noqa: N818
     """The hook claims a property that fails on this workload."""
 
