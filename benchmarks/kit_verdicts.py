@@ -22,8 +22,7 @@ from gradcomp.comm.bucket import Hook
 from gradcomp.hooks import auto_hook, default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.hooks import quantization_hooks as quantization
-from gradcomp.testing.cases import CASES
-from gradcomp.testing.check import Report, check_hook
+from gradcomp.testing.check import PROPERTIES, Report, check_hook
 from gradcomp.testing.run import MakeState
 
 MARKS = {"holds": "✓", "fails": "✗", "not claimed": "–", "not checked": "?"}
@@ -100,9 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "workloads that are drawn for each property (default: 25)"
     parser.add_argument("max_examples", nargs="?", type=int, default=25, help=text)
     text = "check this property only; can be given several times"
-    parser.add_argument(
-        "--only", action="append", default=[], choices=[c.name for c in CASES], metavar="PROPERTY", help=text
-    )
+    names = [each.name for each in PROPERTIES]
+    parser.add_argument("--only", action="append", default=[], choices=names, metavar="PROPERTY", help=text)
     parser.add_argument("--hooks", choices=("gradcomp", "torch"), help="check these hooks only")
     options = parser.parse_args(arguments)
     for title, hooks in (("gradcomp", OURS), ("torch", TORCHS)):

@@ -300,12 +300,10 @@ class QuantizedPlan:
 
     def _kept_in(self, shard: int) -> torch.Tensor:
         """Return where a shard's values are kept, [blocks, size]: in the error; without one, only the own."""
-        size = self.layout.block_size
-        return (
-            self._kept.view(-1, size)
-            if self.error is None
-            else self.error[self.layout.shard(shard)].view(-1, size)
-        )
+        layout = self.layout
+        if self.error is None:
+            return self._kept.view(layout.num_blocks, layout.block_size)
+        return self.error.view(layout.world_size, layout.num_blocks, layout.block_size)[shard]
 
     def _values_of(self, chunk: Chunk, shard: int, is_own: bool, flat: torch.Tensor) -> torch.Tensor:
         """Return a chunk's gradients plus errors, as a view of where the chunk's errors are kept, if any."""

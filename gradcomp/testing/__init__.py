@@ -1,12 +1,4 @@
-"""Property-test gradient compression: check a DDP communication hook with one call (docs/testing.md).
-
-Example::
-
-    report = check_hook(my_hook, make_state)
-    report.raise_if_failed()
-"""
-
-from __future__ import annotations
+"""Property-test gradient compression: check_hook(my_hook, make_state) makes a report (docs/testing.md)."""
 
 try:
     import hypothesis as hypothesis

@@ -7,27 +7,49 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from textwrap import shorten
+from typing import Literal
 
 import torch
 from hypothesis import Phase, Verbosity, find, settings
-from hypothesis import strategies as st
 from hypothesis.errors import Flaky, NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
 from gradcomp.comm.bucket import Hook
-from gradcomp.testing.cases import CASES, Case, Drawn
-from gradcomp.testing.claims import PROBED_STEPS, Claims, claims_of
-from gradcomp.testing.properties.subject import PropertyFailure
+from gradcomp.testing import properties
+from gradcomp.testing.claims import PROBED_STEPS, Claims
+from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks
-from gradcomp.testing.strategies import workloads
+from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
 __all__ = ["Failure", "Report", "Verdict", "check_hook"]
 
+# In the order in which they are checked: a property that explains others comes before these.
+PROPERTIES = (
+    properties.completes,
+    properties.finite_in_finite_out,
+    properties.replicas_identical,
+    properties.deterministic,
+    properties.averages,
+    properties.zero_stays_zero,
+    properties.exact_up_to_rank,
+    properties.contraction,
+    properties.error_feedback_identity,
+    properties.held_back_comes_out,
+    properties.no_error_where_exact,
+    properties.unbiased,
+    properties.scale_equivariant,
+    properties.rank_permutation,
+    properties.bucket_insensitive,
+    properties.nonfinite_seen_by_all,
+    properties.checkpoint_round_trip,
+    properties.bounded_memory,
+)
 PHASES = (Phase.generate, Phase.shrink)
+_Show = Callable[[str], None]
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
     "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
@@ -97,7 +119,7 @@ class Report:
         """Raise PropertyFailure with the report unless ok."""
         if not self.ok:
             # Every hook claims that it completes.
-            is_claimable = any(each.property != CASES[0].name for each in self.failures)
+            is_claimable = any(each.property != PROPERTIES[0].name for each in self.failures)
             raise PropertyFailure(f"\n{self}" + (f"\n\n{OVERRIDE}" if is_claimable else ""))
 
     def __str__(self) -> str:
@@ -131,174 +153,150 @@ def check_hook(
     device: the gradients' device.
     only: the names of the properties to check; empty for all.
 
-    The same call draws the same workloads. A counter-example is the smallest that Hypothesis finds.
-
-    If the hook raises on some workloads, `completes` fails. If it makes inf or NaN of finite gradients,
-    `finite_in_finite_out` fails. The other properties pass over these workloads.
-
-    If standard error is a terminal, a line there shows the progress.
+    The same call draws the same workloads. A counter-example is the smallest that Hypothesis finds. If the
+    hook raises on some workloads, `completes` fails; if it makes inf or NaN of finite gradients,
+    `finite_in_finite_out`. The other properties pass over these workloads. If standard error is a terminal, a
+    line there shows the progress.
 
     Raises TypeError if make_state can't be called, ValueError for an unknown name in `only`.
     """
-    name = getattr(hook, "__qualname__", repr(hook))
     if make_state is not None and not callable(make_state):
-        raise TypeError(
-            f"make_state is a function of the process group that returns a new state, got {make_state!r}"
-        )
-    searched = [case for case in CASES if not only or case.name in only]
-    if unknown := set(only) - {case.name for case in CASES}:
-        raise ValueError(f"unknown properties {sorted(unknown)}; known: {[case.name for case in CASES]}")
-    with _progress() as progress:
-        progress(f"{name}: inferring its claims")
+        expected = "make_state is a function of the process group that returns a new state"
+        raise TypeError(f"{expected}, got {make_state!r}")
+    known = [each.name for each in PROPERTIES]
+    if unknown := set(only) - set(known):
+        raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
+    searched = [each for each in PROPERTIES if not only or each.name in only]
+    subject = Subject(hook, make_state, claims, ranks, device)
+    with _progress(subject.name) as show:
+        show("inferring its claims")
         try:
-            claims = claims or claims_of(hook, make_state, device, ranks)
-        except RankError:
-            return _not_complete(name, hook, make_state, world_size, max_examples, ranks, device, progress)
-        report = Report(name, claims)
-        drawn = Drawn(claims, world_size, dtypes, device)
-        known: list[type[AssertionError]] = []
-        for position, case in enumerate(searched, 1):
-            reason = case.check.unclaimed(claims)
-            if reason:
-                report.verdicts[case.name] = Verdict("not claimed", note=reason)
-                continue
-            what = f"{name}: {position} of {len(searched)}, {case.name}"
-            search = _Search(case, hook, make_state, claims, ranks, tuple(known), progress, what)
-            for strategy in case.workloads(drawn):
-                if search.failure is None:
-                    search.run(strategy, max(2, math.ceil(max_examples * case.fraction)))
-            search.try_each(case.listed(drawn))
-            report.verdicts[case.name] = search.verdict()
-            if search.failure is not None:
-                report.failures.append(search.failure)
-                known += case.explains
-    return report
+            drawn = Drawn(subject.claims, world_size, dtypes, device)
+        except RankError as error:
+            drawn = Drawn(Claims(), world_size, dtypes, device)
+            return _report_without_claims(replace(subject, given=Claims()), drawn, max_examples, show, error)
+        return _report(subject, searched, drawn, max_examples, show)
 
 
-def _not_complete(
-    name: str,
-    hook: Hook,
-    make_state: MakeState,
-    world_size: int,
-    max_examples: int,
-    ranks: Ranks,
-    device: str,
-    progress: Callable[[str], None],
+def _report(
+    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, show: _Show
 ) -> Report:
-    """Report on a hook that raises in the probe: check `completes` alone."""
-    report = Report(name, None)
-    what = f"{name}: fails in the probe, {CASES[0].name}"
-    search = _Search(CASES[0], hook, make_state, Claims(), ranks, (), progress, what)
-    search.run(
-        workloads(world_sizes=st.just(world_size), steps=st.integers(1, PROBED_STEPS), device=device),
-        max(max_examples, PROBED_STEPS),
-    )
-    if search.failure is None:
-        claims_of(hook, make_state, device, ranks)  # raises the probe's error
-        raise AssertionError(f"{name} fails in the probe, but not every time")
-    report.failures.append(search.failure)
-    report.verdicts.update(
-        {case.name: Verdict("not checked", note="the hook does not complete") for case in CASES}
-    )
-    report.verdicts["completes"] = search.verdict()
+    report = Report(subject.name, subject.claims)
+    known: list[type[AssertionError]] = []
+    for position, each in enumerate(searched, 1):
+        if each.unclaimed is not None and (reason := each.unclaimed(subject.claims)):
+            report.verdicts[each.name] = Verdict("not claimed", note=reason)
+            continue
+        search = _Search(each, subject, show, f"{position} of {len(searched)}, {each.name}", tuple(known))
+        for strategy in each.workloads(drawn):
+            if search.failure is None:
+                search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
+        search.try_each(each.listed(drawn))
+        report.verdicts[each.name] = search.verdict()
+        if search.failure is not None:
+            report.failures.append(search.with_multiple_of_mean(search.failure))
+            known += each.explains
     return report
 
 
-def _shortened(message: str, width: int = 90) -> str:
-    line = message.splitlines()[0]
-    return line if len(line) <= width else line[: width - 1] + "…"
+def _report_without_claims(
+    subject: Subject, drawn: Drawn, max_examples: int, show: _Show, error: RankError
+) -> Report:
+    """Report on a hook that raises `error` in the probe: check `completes` only, or raise `error`."""
+    completes = PROPERTIES[0]
+    search = _Search(completes, subject, show, f"fails in the probe, {completes.name}")
+    search.draw(drawn.any(extra_steps=PROBED_STEPS), max(max_examples, PROBED_STEPS))
+    if search.failure is None:
+        raise error
+    not_checked = Verdict("not checked", note="the hook does not complete")
+    verdicts = {**{each.name: not_checked for each in PROPERTIES}, completes.name: search.verdict()}
+    return Report(subject.name, None, verdicts, [search.failure])
 
 
+@dataclass
 class _Search:
-    """The search for a workload on which a property fails.
+    """The search for a workload on which a property of a hook fails.
 
+    show, what: show(f"{what}, example ...") shows the progress.
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        hook: Hook,
-        make_state: MakeState,
-        claims: Claims,
-        ranks: Ranks,
-        known: tuple[type[AssertionError], ...],
-        progress: Callable[[str], None],
-        what: str,
-    ):
-        self.case, self.known = case, known
-        self._progress, self._what, self._num_tried = progress, what, 0
-        self._arguments = (hook, make_state)
-        self._options: dict[str, Any] = {"claims": claims, "ranks": ranks}
-        self.failure: Failure | None = None
-        self._num_examples = self._num_passed_over = 0
-        self._measured: float | None = None
+    searched: Property
+    subject: Subject
+    show: _Show
+    what: str
+    known: tuple[type[AssertionError], ...] = ()
+    failure: Failure | None = None
+    measured: float | None = None
+    num_tried: int = 0
+    num_examples: int = 0
+    num_passed_over: int = 0
 
-    def run(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
-        options = settings(
-            max_examples=max_examples,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            phases=PHASES,
-            verbosity=Verbosity.quiet,
-        )
+    def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
+        """Try drawn workloads. If one fails, find the smallest that does."""
+        repeated = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet)
+        options = settings(repeated, max_examples=max_examples, phases=PHASES)
         try:
             find(strategy, self._fails, settings=options)
         except NoSuchExample:
             pass
         except Flaky:  # it fails on this workload, but not every time
             if self.failure is not None:
-                note = "\nIt does not fail on this workload every time."
-                self.failure = Failure(
-                    self.case.name, self.failure.counterexample, self.failure.message + note
-                )
+                message = f"{self.failure.message}\nIt does not fail on this workload every time."
+                self.failure = replace(self.failure, message=message)
 
     def try_each(self, workloads: Iterable[Workload]) -> None:
-        """Try listed workloads until one fails. Call `run` first: Hypothesis shrinks only drawn workloads."""
+        """Try listed workloads until one fails. Call `draw` first: only drawn workloads are shrunk."""
         for workload in workloads:
             if self.failure is not None or self._fails(workload):
                 return
 
-    def _fails(self, workload: Workload) -> bool:
-        self._num_tried += 1
-        self._progress(f"{self._what}, example {self._num_tried}")
+    def with_multiple_of_mean(self, failure: Failure) -> Failure:
+        """Add the factor to the message if the hook's outputs are a multiple of the mean."""
         try:
-            measured = self.case.check(*self._arguments, workload, **self._options)
+            factor = self.subject.multiple_of_mean(failure.counterexample)
+        except RankError:
+            return failure
+        said = f"; the output is {factor} × the mean" if factor else ""
+        return replace(failure, message=failure.message + said)
+
+    def _fails(self, workload: Workload) -> bool:
+        self.num_tried += 1
+        self.show(f"{self.what}, example {self.num_tried}")
+        try:
+            measured = self.searched.measured(self.subject, workload)
         except self.known:
-            self._num_passed_over += 1
+            self.num_passed_over += 1
             return False
         except (PropertyFailure, RankError) as error:
-            self.failure = Failure(self.case.name, workload, str(error))
+            self.failure = Failure(self.searched.name, workload, str(error))
             return True
-        self._num_examples += 1
+        self.num_examples += 1
         if measured is not None:
-            self._measured = measured if self._measured is None else self.case.worst(self._measured, measured)
+            known = [measured] if self.measured is None else [self.measured, measured]
+            self.measured = self.searched.worst(known)
         return False
 
     def verdict(self) -> Verdict:
         if self.failure is not None:
-            return Verdict("fails", note=_shortened(self.failure.message.removeprefix(f"{self.case.name}: ")))
-        if not self._num_examples:
+            message = self.failure.message.removeprefix(f"{self.searched.name}: ")
+            return Verdict("fails", note=shorten(message.splitlines()[0], 90, placeholder="…"))
+        if not self.num_examples:
             return Verdict("not checked", note="no example in which the hook completes with finite averages")
-        note = self.case.measure if self._measured is not None else ""
-        return Verdict("holds", self._measured, self._num_examples, note, self._num_passed_over)
+        note = self.searched.measure if self.measured is not None else ""
+        return Verdict("holds", self.measured, self.num_examples, note, self.num_passed_over)
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield show(line), which overwrites a line on standard error if that is a terminal; clear it at last."""
-    stream = sys.stderr
-    if stream is None or not stream.isatty():
-        yield lambda line: None
-        return
-    width = shutil.get_terminal_size().columns - 1  # no line may wrap
+def _progress(name: str) -> Iterator[_Show]:
+    """Yield show(text), which overwrites a line on standard error if that is a terminal; clear it at last."""
+    stream, width = sys.stderr, shutil.get_terminal_size().columns - 1  # no line may wrap
 
-    def show(line: str) -> None:
-        stream.write(f"{line[:width]:<{width}}\r")
-        stream.flush()
+    def write(line: str) -> None:
+        if stream is not None and stream.isatty():
+            print(f"{line[:width]:<{width}}", end="\r", file=stream, flush=True)
 
     try:
-        yield show
+        yield lambda text: write(f"{name}: {text}")
     finally:
-        show("")
+        write("")

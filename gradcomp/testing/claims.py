@@ -16,7 +16,7 @@ from gradcomp.comm.bucket import Hook
 from gradcomp.compress import CompressorState
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.testing.ranks import run_ranks
-from gradcomp.testing.run import CheckpointError, MakeState, Ranks, reload, run_hook
+from gradcomp.testing.run import CheckpointError, ErrorsOf, MakeState, Ranks, Run, reload, run_hook
 from gradcomp.testing.workload import Shape, Workload
 
 __all__ = ["Claims", "Tolerance", "claims_of", "unit_roundoff"]
@@ -28,7 +28,7 @@ LARGEST_OF_LOSSY_FP16 = 2.0**8
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of one rounding to nearest: 2^-p for p significant bits."""
+    """Return the largest relative error of one rounding to nearest."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -121,6 +121,10 @@ class Claims:
     def is_lossy(self) -> bool:
         return self.tolerance is None
 
+    def is_exact(self, shape: Shape) -> bool:
+        """Return whether a lossy hook averages tensors of this shape exactly."""
+        return self.exact_shapes is not None and self.exact_shapes(shape)
+
     def unit_roundoff(self, dtype: torch.dtype) -> float:
         """Return the unit roundoff of the bucket's dtype or of `precision`, whichever is coarser."""
         return max(unit_roundoff(dtype), unit_roundoff(self.precision))
@@ -133,6 +137,22 @@ class Claims:
         rounded = unit_roundoff(dtype) if self.tolerance else self.unit_roundoff(dtype)
         return max(rounded, unit_roundoff(self.feedback_precision))
 
+    def exact(self, dtype: torch.dtype) -> Tolerance:
+        """Return the tolerance of averages without compression in a bucket of this dtype."""
+        return _coarser(Tolerance.rounding(dtype), Tolerance.rounding(self.precision))
+
+    def tolerance_in(self, dtype: torch.dtype) -> Tolerance | None:
+        """Return the tolerance of averages in a bucket of this dtype; None if the hook is lossy."""
+        if self.tolerance is None or self.tolerance.of == "bucket":
+            return self.tolerance
+        return _coarser(self.tolerance, self.exact(dtype))
+
+    def underflow(self, workload: Workload, *indices: int) -> float:
+        """Return a bound of the norm of these tensors' errors through underflow; see Tolerance.rounding."""
+        numels = (workload.numel(index) for index in indices)
+        absolute = self.exact(workload.dtype).absolute
+        return 2 * workload.world_size * absolute * sum(map(math.sqrt, numels))
+
     def limit(self, dtype: torch.dtype) -> float:
         """Return the largest mean |gradient| for which outputs must be finite in a bucket of this dtype."""
         largest = torch.finfo(dtype).max
@@ -141,19 +161,17 @@ class Claims:
         return min(self.max_magnitude, 0.99 * largest)
 
     def delta(self, numel: int) -> float:
-        """Return the δ expected of error feedback in a bucket of `numel` elements.
+        """Return the δ expected of error feedback in a bucket of `numel` elements, at least 1 / numel.
 
-        It is the claimed δ, but at least 1 / numel. The weakest usual compressors have a δ of 1 / numel: they
-        send one element, or signs with one common magnitude.
+        The weakest usual compressors have that δ: they send one element, or signs with one common magnitude.
         """
         return max(self.contraction or 0.0, 1 / max(1, numel))
 
     @property
     def element_error(self) -> float:
-        """The largest error that a hook that averages leaves, relative to the bucket's largest element.
+        """The largest error of an average, relative to the bucket's largest element; inf for a lossy hook.
 
         It is twice the tolerance of one rank, as the hook may round both the ranks' gradients and their sum.
-        For a lossy hook it is inf.
         """
         return math.inf if self.tolerance is None else 4 * self.tolerance.relative
 
@@ -167,8 +185,8 @@ class Claims:
     def largest_error(self, numel: int) -> float:
         """Return an upper bound of a rank's ‖error‖ / largest ‖gradient‖ in a bucket of `numel` elements.
 
-        The bound is lemma 3 of Karimireddy et al. (ICML 2019). For a hook that averages, the sum of the
-        remainders of all steps' errors may be a smaller bound.
+        The bound is lemma 3 of Karimireddy et al. (ICML 2019), or for a hook that averages the sum of the
+        remainders of all steps' errors, if that is smaller.
         """
         delta = self.delta(numel)
         largest = 2 * math.sqrt(1 - delta) / delta
@@ -180,11 +198,9 @@ class Claims:
         """Count the steps without gradients until at most this fraction of an error is left."""
         return next(steps for steps in count(1) if self.left_after(steps, numel) <= fraction)
 
-    def exact(self, dtype: torch.dtype) -> Tolerance:
-        """Return the tolerance of averages without compression in a bucket of this dtype."""
-        return max(
-            Tolerance.rounding(dtype), Tolerance.rounding(self.precision), key=lambda each: each.relative
-        )
+
+def _coarser(one: Tolerance, other: Tolerance) -> Tolerance:
+    return max(one, other, key=lambda each: each.relative)
 
 
 # The steps of the probe, which infers claims. Compression that starts later must be claimed.
@@ -203,19 +219,15 @@ def claims_of(
     A CompressorState's compressor declares claims; see Compressor.claims. torch's PowerSGDState has those of
     gradcomp's PowerSGD. The probe is eight steps of random gradients, on this device, on two ranks.
 
-    A hook averages if its outputs fit the tolerance of float32, float16, bfloat16 or 8 bits. They are tried
-    in this order. It also averages if a step that fits one of the first three follows a step that doesn't: no
-    compressor is exact at times, so the earlier step is an error. Any other hook is lossy. It compresses from
-    the first step on that isn't exact.
+    A hook averages if its outputs fit the tolerance of float32, float16, bfloat16 or 8 bits, tried in this
+    order. It also averages if a step that fits one of the first three follows a step that doesn't: no
+    compressor is exact at times, so the earlier step is an error. Any other hook is lossy, from the first
+    step on that isn't exact.
 
-    A lossy hook averages in the long run only. If its state keeps tensors of the gradients' size, it claims
-    error feedback and contraction: these tensors are taken for errors. Their size is the number of elements
-    of the floating-point tensors, at least as many as in the probe's matrix. Otherwise the hook claims to be
+    A hook claims error feedback if its state's floating-point tensors have at least as many elements as the
+    probe's matrix: these are taken for errors. A lossy hook then claims contraction, too, and otherwise to be
     unbiased, because a biased compressor without error feedback need not converge (Karimireddy et al., "Error
     Feedback Fixes SignSGD", ICML 2019).
-
-    A hook that averages claims error feedback by the same rule. Its feedback_precision is the dtype of
-    fp16_compress_wrapper or bf16_compress_wrapper if one wraps it, otherwise the gradients' precision.
 
     Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
     Raises ValueError if a state starts to compress after more than 16 steps, RankError if the hook fails.
@@ -228,49 +240,20 @@ def claims_of(
             f"{name} is {start}: every example would run that many plain steps first. Test with a state that "
             f"starts earlier, for example {name}=2"
         )
-    claims = _probed(hook, make_state, start, device, ranks)
+    claims = _inferred(hook, run_hook(hook, make_state, replace(PROBE, device=device), ranks=ranks), start)
     if make_state is None:
         return claims
     # A state may hold wires and scratch buffers, and errors.
     memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
-    declared: dict[str, Any] = {"checkpoint": checkpoint, "memory": memory, **_declared(hook, state)}
+    declared, errors_of = _declared(hook, state)
     coarsest = max(claims.precision, declared.get("precision") or torch.float64, key=unit_roundoff)
-    claims = replace(claims, **{**declared, "precision": coarsest})
-    errors_of = _errors_of(state)
+    found = {"checkpoint": checkpoint, "memory": memory, **declared, "precision": coarsest}
+    claims = replace(claims, **found)
     if errors_of is not None and start is not None and (claims.is_lossy or claims.error_feedback):
         claims = replace(claims, start=declared.get("start", start))
-    if claims.error_feedback:
-        claims = replace(claims, errors_of=errors_of)
     if claims.is_lossy and coarsest == torch.float16:
         claims = replace(claims, max_magnitude=LARGEST_OF_LOSSY_FP16)
-    return claims
-
-
-def _declared(hook: Hook, state: Any) -> dict[str, Any]:
-    """Return the claims that the state's compressor declares."""
-    is_square = "batched_powerSGD_hook" in _names(hook)
-    if isinstance(state, CompressorState):
-        options = replace(state.options, square=True) if is_square else state.options
-        return state.claims(options)
-    if not hasattr(state, "q_memory_dict"):
-        return {}
-    options = PowerSGDOptions(
-        state.matrix_approximation_rank,
-        state.min_compression_rate,
-        state.use_error_feedback,
-        state.warm_start,
-        state.orthogonalization_epsilon,
-        square=is_square,
-    )
-    # torch's hook squares factors in their own dtype.
-    return {**PowerSGDCompressor.claims(options), "max_magnitude": LARGEST_OF_LOSSY}
-
-
-def _errors_of(state: Any) -> Callable[[Any], Mapping[int, Tensor]] | None:
-    """Return the function that reads gradcomp's or torch's errors from a state; None for other states."""
-    if isinstance(state, CompressorState):
-        return CompressorState.errors_of_buckets
-    return _torchs_errors if hasattr(state, "error_dict") else None
+    return replace(claims, errors_of=errors_of) if claims.error_feedback else claims
 
 
 def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
@@ -285,101 +268,102 @@ def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> t
     return state, None
 
 
-def _probed(hook: Hook, make_state: MakeState, start: int | None, device: str, ranks: Ranks) -> Claims:
-    workload = replace(PROBE, device=device)
-    run = run_hook(hook, make_state, workload, ranks=ranks)
-    outputs = run.outputs
-    keeps_errors = make_state is not None and max(run.state_numels[-1]) >= math.prod(workload.shapes[0])
-    feedback: dict[str, Any] = {}
-    if keeps_errors:
-        feedback = {"error_feedback": True, "feedback_precision": _wrapped_in(hook)}
-    plain = [torch.float32, torch.float16, torch.bfloat16]
-    fits = [
-        next((d for d in plain if _error(workload, outputs, s, Tolerance.rounding(d)) <= 1), None)
-        for s in range(PROBED_STEPS)
-    ]
-    first_lossy = next((step for step, dtype in enumerate(fits) if dtype is None), PROBED_STEPS)
-    averages_later = [dtype for dtype in fits[first_lossy:] if dtype]
-    if start is None:
-        start = first_lossy % PROBED_STEPS
-    seen = averages_later or [dtype for dtype in fits[: start or None] if dtype]
-    precision = max([*seen, _wrapped_in(hook)], key=unit_roundoff)
-    if None not in fits or averages_later:
-        return replace(_averaging(precision, Tolerance.rounding(precision)), **feedback)
-    precision = torch.float32 if precision == torch.float64 else precision
-    eight_bits = Tolerance.levels(8)
-    if (
-        max(_error(workload, outputs, step, eight_bits) for step in range(PROBED_STEPS)) <= 1
-        and _relative_error(workload, outputs) <= AVERAGES_WITHIN
-    ):
-        if keeps_errors:
-            # The first rounded step shows the precision. Later a 16-bit hook may feed back an error that is
-            # larger than the rounding of a small element.
-            start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
-            precision = fits[start] or precision
-        return replace(_averaging(precision, eight_bits), start=start, **feedback)
-    return Claims(
-        precision=precision,
-        start=start,
-        contraction=0.0 if keeps_errors else None,
-        error_feedback=keeps_errors,
-        unbiased=not keeps_errors,
-        keeps_zeros="elements",
-        scale_equivariant="rounding",
-        rank_symmetric=keeps_errors,  # without errors, ranks may draw different random numbers
-        max_magnitude=_largest_of_lossy(precision),
+def _declared(hook: Hook, state: Any) -> tuple[dict[str, Any], ErrorsOf | None]:
+    """Return the claims of gradcomp's or torch's state, and the function that reads its errors."""
+    is_square = "batched_powerSGD_hook" in _names(hook)
+    if isinstance(state, CompressorState):
+        options = replace(state.options, square=True) if is_square else state.options
+        return state.claims(options), CompressorState.errors_of_buckets
+    if not hasattr(state, "q_memory_dict"):
+        return {}, _torchs_errors if hasattr(state, "error_dict") else None
+    options = PowerSGDOptions(
+        state.matrix_approximation_rank,
+        state.min_compression_rate,
+        state.use_error_feedback,
+        state.warm_start,
+        state.orthogonalization_epsilon,
+        square=is_square,
     )
-
-
-def _relative_error(workload: Workload, outputs: list[list[list[Tensor]]]) -> float:
-    """Compute the largest ‖output − mean‖ / ‖mean‖ of any step on rank 0."""
-    return max(
-        math.sqrt(
-            sum(float((o - m).square().sum()) for o, m in zip(out[0], workload.mean(step), strict=True))
-            / sum(float(m.square().sum()) for m in workload.mean(step))
-        )
-        for step, out in enumerate(outputs)
-    )
-
-
-def _averaging(precision: torch.dtype, tolerance: Tolerance) -> Claims:
-    return Claims(
-        tolerance=tolerance,
-        precision=precision,
-        keeps_zeros="elements",
-        scale_equivariant="bitwise"
-        if precision == torch.float32 and tolerance.of == "element"
-        else "rounding",
-        rank_symmetric=True,
-        bucket_insensitive=True,
-        max_magnitude=torch.finfo(precision).max * 0.99
-        if tolerance.of == "element"
-        else _largest_of_lossy(precision),
-    )
-
-
-def _largest_of_lossy(precision: torch.dtype) -> float:
-    return LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
-
-
-def _error(workload: Workload, outputs: list[list[list[Tensor]]], step: int, tolerance: Tolerance) -> float:
-    """Compute the largest |output − mean| / tolerance of a step on rank 0."""
-    errors = [
-        (output.double() - mean).abs() / tolerance.allowed(workload, step, index)
-        for index, (output, mean) in enumerate(zip(outputs[step][0], workload.mean(step), strict=True))
-    ]
-    return max(float(error.nan_to_num(math.inf).max()) for error in errors)
+    # torch's hook squares factors in their own dtype.
+    claims = {**PowerSGDCompressor.claims(options), "max_magnitude": LARGEST_OF_LOSSY}
+    return claims, _torchs_errors
 
 
 def _torchs_errors(state: Any) -> dict[int, Tensor]:
     return dict(state.error_dict)
 
 
+def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
+    """Infer claims from a run of the probe. start: the step in which the state says that it compresses."""
+    keeps_errors = max(run.state_numels[-1]) >= run.workload.numel(0)
+    wrapped = _wrapped_in(hook)
+    plain = (torch.float32, torch.float16, torch.bfloat16)
+    fits = [
+        next((dtype for dtype in plain if _fits(run, step, Tolerance.rounding(dtype))), None)
+        for step in range(PROBED_STEPS)
+    ]
+    first_lossy = fits.index(None) if None in fits else PROBED_STEPS
+    averages_later = [dtype for dtype in fits[first_lossy:] if dtype]
+    start = first_lossy % PROBED_STEPS if start is None else start
+    seen = averages_later or [dtype for dtype in fits[: start or None] if dtype]
+    precision = max([*seen, wrapped], key=unit_roundoff)
+    tolerance = None
+    if None not in fits or averages_later:
+        start, tolerance = 0, Tolerance.rounding(precision)
+    elif precision == torch.float64:
+        precision = torch.float32
+    if tolerance is None and _fits_eight_bits(run):
+        tolerance = Tolerance.levels(8)
+        if keeps_errors:
+            # The first rounded step shows the precision. Later a 16-bit hook may feed back an error that is
+            # larger than the rounding of a small element.
+            start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
+            precision = fits[start] or precision
+    averages = tolerance is not None
+    max_magnitude = LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
+    if tolerance is not None and tolerance.of == "element":
+        max_magnitude = torch.finfo(precision).max * 0.99
+    return Claims(
+        tolerance=tolerance,
+        precision=precision,
+        start=start,
+        contraction=0.0 if keeps_errors and not averages else None,
+        error_feedback=keeps_errors,
+        feedback_precision=wrapped if keeps_errors else torch.float64,
+        unbiased=not (averages or keeps_errors),
+        keeps_zeros="elements",
+        scale_equivariant="bitwise" if tolerance == Tolerance.rounding(torch.float32) else "rounding",
+        rank_symmetric=averages or keeps_errors,  # without errors, ranks may draw different random numbers
+        bucket_insensitive=averages,
+        max_magnitude=max_magnitude,
+    )
+
+
+def _fits(run: Run, step: int, tolerance: Tolerance) -> bool:
+    """Return whether the averages of a step on rank 0 are within the tolerance."""
+    outputs = zip(run.outputs[step][0], run.workload.mean(step), strict=True)
+    return all(
+        bool(((average.double() - mean).abs() <= tolerance.allowed(run.workload, step, index)).all())
+        for index, (average, mean) in enumerate(outputs)
+    )
+
+
+def _fits_eight_bits(run: Run) -> bool:
+    """Return whether the averages on rank 0 fit 8 bits in every step, and are near the means in norm."""
+    for step, outputs in enumerate(run.outputs):
+        means = run.workload.mean(step)
+        lost = math.hypot(*(float((o - m).norm()) for o, m in zip(outputs[0], means, strict=True)))
+        size = math.hypot(*(float(mean.norm()) for mean in means))
+        if lost > AVERAGES_WITHIN * size or not _fits(run, step, Tolerance.levels(8)):
+            return False
+    return True
+
+
 def _wrapped_in(hook: Any) -> torch.dtype:
     """Return the dtype to which a wrapper rounds a hook's gradients; float64 without a wrapper."""
-    wrappers = {"fp16_compress_wrapper": torch.float16, "bf16_compress_wrapper": torch.bfloat16}
-    dtypes = [dtype for name, dtype in wrappers.items() if name in _names(hook)]
-    return max(dtypes, key=unit_roundoff, default=torch.float64)
+    if "bf16_compress_wrapper" in _names(hook):
+        return torch.bfloat16
+    return torch.float16 if "fp16_compress_wrapper" in _names(hook) else torch.float64
 
 
 def _names(hook: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,19 +75,17 @@ class CompressionReport:
     def __str__(self) -> str:
         columns = ["tensor", "error", "summed", "cosine", "energy", "best", "bytes", "sent", "rate"]
         names = [f"{index} {list(each.shape)}" for index, each in enumerate(self.tensors)]
-        rows = [_row(name, each) for name, each in zip(names, self.tensors, strict=True)]
-        table = [columns, *rows, _row("all", self.overall)]
-        hidden = {2} if self.steps == 1 else set()
-        hidden |= {5} if self.rank is None else set()
-        shown = [[cell for i, cell in enumerate(row) if i not in hidden] for row in table]
-        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        rows = map(_row, [*names, "all"], [*self.tensors, self.overall])
+        hidden = {"summed"} if self.steps == 1 else set()
+        hidden |= {"best"} if self.rank is None else set()
+        shown = [column for column in zip(columns, *rows, strict=True) if column[0] not in hidden]
+        widths = [max(map(len, column)) for column in shown]
         of_rank = "" if self.rank is None else f", against rank {self.rank}"
-        title = f"{self.hook}: world size {self.world_size}, step {self.steps}{of_rank}"
-        lines = [
-            "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(pairs))
-            for pairs in (list(zip(row, widths, strict=True)) for row in shown)
-        ]
-        return "\n".join([title, *lines])
+        lines = [f"{self.hook}: world size {self.world_size}, step {self.steps}{of_rank}"]
+        for name, *cells in zip(*shown, strict=True):
+            aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *aligned]))
+        return "\n".join(lines)
 
 
 def compression_report(
@@ -115,62 +113,45 @@ def compression_report(
 
     Raises ValueError if there are no gradients, if there are lists for another number of ranks, or if buckets
     don't hold each tensor once; RankError if the hook fails.
-
-    Example::
-
-        print(compression_report(powerSGD_hook, [parameter.grad for parameter in model.parameters()],
-                                 make_state=lambda group: PowerSGDState(group, matrix_approximation_rank=4)))
     """
     given = _of_steps(gradients, world_size, steps)
+    numbers = range(len(given[0][0]))
     if buckets is None:
-        alone = [(index,) for index in range(len(given[0][0]))]
-        buckets = gradients.buckets if isinstance(gradients, Workload) else alone
-    if sorted(index for indices in buckets for index in indices) != list(range(len(given[0][0]))):
-        raise ValueError(f"buckets {buckets} don't hold each of {len(given[0][0])} tensors once")
+        buckets = gradients.buckets if isinstance(gradients, Workload) else [(index,) for index in numbers]
+    if sorted(index for indices in buckets for index in indices) != list(numbers):
+        raise ValueError(f"buckets {buckets} don't hold each of {len(numbers)} tensors once")
     if rank is None and make_state is not None:
         (state,) = run_ranks(lambda _, process_group: make_state(process_group), 1)
         rank = getattr(state, "matrix_approximation_rank", None)
-    tensors, whole = _run_buckets(hook, make_state, given, buckets)
-    best = [each.best(rank) for each in tensors]
+    outcomes, wire_bytes = _run_buckets(hook, make_state, given, buckets)
+    best = [None if rank is None else _best(each.means[-1], each.shape, rank) for each in outcomes]
+    means = torch.cat([each.means for each in outcomes], dim=1)
+    averages = torch.cat([each.averages for each in outcomes], dim=1)
+    whole = _Outcome((means.shape[1],), means, averages, sum(o.gradient_bytes for o in outcomes), wire_bytes)
     return CompressionReport(
         getattr(hook, "__qualname__", repr(hook)),
         len(given[0]),
         len(given),
         rank,
-        tuple(each.quality(kept) for each, kept in zip(tensors, best, strict=True)),
-        whole.quality(None if rank is None else sum(kept or 0.0 for kept in best)),
+        tuple(map(_quality, outcomes, best)),
+        _quality(whole, None if rank is None else sum(kept or 0.0 for kept in best)),
     )
+
+
+class _Outcome(NamedTuple):
+    """A tensor's mean gradients and the hook's averages of them, both [steps, elements] in float64."""
+
+    shape: tuple[int, ...]
+    means: Tensor
+    averages: Tensor
+    gradient_bytes: int
+    wire_bytes: int | None
 
 
 def _run_buckets(
     hook: Hook, make_state: MakeState, gradients: list[list[list[Tensor]]], buckets: Sequence[Sequence[int]]
-) -> tuple[list[_Outcome], _Outcome]:
-    """Run the hook on every bucket of gradients [step][rank][index].
-
-    Returns the outcome of each tensor, and the outcome of all tensors as one.
-    """
-    by_index: dict[int, _Outcome] = {}
-    sent_bytes = 0
-    for indices in buckets:
-        outcomes, wire_bytes = _run_bucket(
-            hook, make_state, [[[g[index] for index in indices] for g in step] for step in gradients]
-        )
-        by_index |= zip(indices, outcomes, strict=True)
-        sent_bytes += wire_bytes
-    tensors = [by_index[index] for index in sorted(by_index)]
-    whole = _Outcome(
-        torch.cat([each.gradients.flatten(1) for each in tensors], dim=1),
-        torch.cat([each.averages.flatten(1) for each in tensors], dim=1),
-        sum(each.gradient_bytes for each in tensors),
-        sent_bytes,
-    )
-    return tensors, whole
-
-
-def _run_bucket(
-    hook: Hook, make_state: MakeState, gradients: list[list[list[Tensor]]]
 ) -> tuple[list[_Outcome], int]:
-    """Run the hook on one bucket of gradients [step][rank][position in the bucket].
+    """Run the hook on every bucket of gradients [step][rank][index], each with a state of its own.
 
     Returns the outcome of each tensor, and the bytes on the wire in the last step.
     """
@@ -183,56 +164,46 @@ def _run_bucket(
             state._is_compared = True  # else the first step also sends the options, to compare them
         return state
 
-    workload = RecordedWorkload.of(gradients)
-    run = run_hook(hook, started, workload)
-    means = [workload.mean(step) for step in range(workload.steps)]
-    wire_bytes = max(run.wire_bytes[-1])
-    outcomes = [
-        _Outcome(
-            torch.stack([mean[position] for mean in means]),
-            torch.stack([step[0][position].double() for step in run.outputs]),
-            gradient.nbytes,
-            wire_bytes if len(workload.shapes) == 1 else None,
-        )
-        for position, gradient in enumerate(gradients[0][0])
-    ]
-    return outcomes, wire_bytes
+    outcomes: dict[int, _Outcome] = {}
+    wire_bytes = 0
+    for indices in buckets:
+        workload = RecordedWorkload.of([[[of[i] for i in indices] for of in step] for step in gradients])
+        run = run_hook(hook, started, workload)
+        sent = max(run.wire_bytes[-1])
+        wire_bytes += sent
+        for position, index in enumerate(indices):
+            outputs = [each for each in run.each_output() if (each.rank, each.index) == (0, position)]
+            outcomes[index] = _Outcome(
+                workload.shapes[position],
+                torch.stack([output.mean.flatten() for output in outputs]),
+                torch.stack([output.average.double().flatten() for output in outputs]),
+                gradients[0][0][index].nbytes,
+                sent if len(indices) == 1 else None,
+            )
+    return [outcomes[index] for index in sorted(outcomes)], wire_bytes
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """A tensor's mean gradients and the hook's averages of them, both [steps, *shape] in float64."""
+def _best(mean: Tensor, shape: tuple[int, ...], rank: int) -> float:
+    """Compute ‖best approximation of this rank to a tensor of this shape‖²."""
+    if len(shape) < 2 or not mean.numel():
+        return float(mean.square().sum())
+    return float(torch.linalg.svdvals(mean.view(shape[0], -1))[:rank].square().sum())
 
-    gradients: Tensor
-    averages: Tensor
-    gradient_bytes: int
-    wire_bytes: int | None
 
-    def best(self, rank: int | None) -> float | None:
-        """Compute ‖best approximation of this rank to the last gradient‖²; None without a rank."""
-        gradient = self.gradients[-1]
-        if rank is None:
-            return None
-        if gradient.ndim < 2 or not gradient.numel():
-            return float(gradient.square().sum())
-        singular = torch.linalg.svdvals(gradient.flatten(1))
-        return float(singular[:rank].square().sum())
-
-    def quality(self, best: float | None) -> Quality:
-        gradient, average = self.gradients[-1], self.averages[-1]
-        relative_error = _ratio(float((average - gradient).norm()), float(gradient.norm()))
-        summed = self.gradients.sum(0)
-        product = float(average.norm() * gradient.norm())
-        return Quality(
-            shape=tuple(gradient.shape),
-            relative_error=relative_error,
-            accumulated_error=_ratio(float((self.averages.sum(0) - summed).norm()), float(summed.norm())),
-            cosine_similarity=float((average * gradient).sum()) / product if product else math.nan,
-            energy_kept=1.0 - relative_error**2,
-            best_energy=None if best is None else _ratio(best, float(gradient.square().sum()), 1.0),
-            gradient_bytes=self.gradient_bytes,
-            wire_bytes=self.wire_bytes,
-        )
+def _quality(outcome: _Outcome, best: float | None) -> Quality:
+    mean, average, summed = outcome.means[-1], outcome.averages[-1], outcome.means.sum(0)
+    relative_error = _ratio(float((average - mean).norm()), float(mean.norm()))
+    product = float(average.norm() * mean.norm())
+    return Quality(
+        shape=outcome.shape,
+        relative_error=relative_error,
+        accumulated_error=_ratio(float((outcome.averages.sum(0) - summed).norm()), float(summed.norm())),
+        cosine_similarity=float(average @ mean) / product if product else math.nan,
+        energy_kept=1.0 - relative_error**2,
+        best_energy=None if best is None else _ratio(best, float(mean.square().sum()), 1.0),
+        gradient_bytes=outcome.gradient_bytes,
+        wire_bytes=outcome.wire_bytes,
+    )
 
 
 def _ratio(part: float, whole: float, of_nothing: float = 0.0) -> float:

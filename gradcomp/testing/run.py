@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from gradcomp.comm.bucket import GradBucket, Hook, result_of
 from gradcomp.compress.announcement import silenced
 from gradcomp.testing.ranks import run_ranks
-from gradcomp.testing.ranks.collectives import SimulatedProcessGroup
 from gradcomp.testing.workload import Workload
 
 __all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors_in"]
@@ -26,12 +25,31 @@ __all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors
 MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]
-# One step of one rank: outputs, errors, bytes and elements of the state, bytes on the wire.
+# One step of one rank, as in Run: outputs, errors, bytes and elements of the state, bytes on the wire.
 _Step = tuple[list[Tensor], list[Tensor], int, int, int]
 
 
 class CheckpointError(RuntimeError):
     """A state can't be saved, or its checkpoint can't be loaded."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """The average of one tensor in one step on one rank. str() says where it is, for messages."""
+
+    workload: Workload
+    step: int
+    rank: int
+    index: int
+    average: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The float64 mean of the ranks' gradients."""
+        return self.workload.mean(self.step)[self.index]
+
+    def __str__(self) -> str:
+        return f"step {self.step}, rank {self.rank}, {self.workload.where(self.index)}"
 
 
 @dataclass(frozen=True)
@@ -45,11 +63,19 @@ class Run:
     wire_bytes[step][rank]: the bytes that a rank handed to collectives in a step; 0, uncounted, on gloo.
     """
 
+    workload: Workload
     outputs: list[list[list[Tensor]]]
     errors: list[list[list[Tensor]]]
     state_bytes: list[list[int]]
     state_numels: list[list[int]]
     wire_bytes: list[list[int]]
+
+    def each_output(self, first_step: int = 0) -> Iterator[Output]:
+        """Yield every output from first_step on."""
+        for step in range(first_step, len(self.outputs)):
+            for rank, averages in enumerate(self.outputs[step]):
+                for index, average in enumerate(averages):
+                    yield Output(self.workload, step, rank, index, average)
 
     def mean_error(self, step: int) -> list[Tensor]:
         """Return the ranks' mean errors after a step in float64, by tensor index; zeros for step -1."""
@@ -86,10 +112,8 @@ def run_hook(
     """
     arguments = (hook, make_state, workload, checkpoint_at, safe_checkpoint, errors_of)
     by_rank = run_ranks(_steps, workload.world_size, *arguments, ranks=ranks, schedule=schedule)
-    per_step = [
-        list(zip(*(rank[step] for rank in by_rank), strict=True)) for step in range(workload.num_steps)
-    ]
-    return Run(*([list(step[part]) for step in per_step] for part in range(5)))
+    per_step = [list(zip(*of_ranks, strict=True)) for of_ranks in zip(*by_rank, strict=True)]
+    return Run(workload, *([list(step[part]) for step in per_step] for part in range(5)))
 
 
 @silenced()
@@ -116,7 +140,7 @@ def _steps(
         if step == checkpoint_at and make_state is not None:
             state = reload(state, make_state, process_group, safe=safe_checkpoint)
         gradients = workload.gradients(step, rank)
-        sent_before = _sent_bytes(process_group)
+        sent_before = getattr(process_group, "sent_bytes", 0)
         futures = []
         for bucket_index, (indices, buffer) in enumerate(zip(buckets, buffers, strict=True)):
             buffer.copy_(torch.cat([gradients[index].flatten() for index in indices]))
@@ -128,37 +152,28 @@ def _steps(
             result_of(future, hook, buffer).detach().to(buffer.dtype)
             for future, buffer in zip(futures, buffers, strict=True)
         ]
-        errors = _by_index(workload, buckets, _all_errors(errors_of(state), buffers)) if errors_of else []
+        errors = errors_of(state) if errors_of else {}
+        errors_by_bucket = [errors.get(i, torch.zeros_like(buffer)) for i, buffer in enumerate(buffers)]
         kept = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors_in(state)]
-        state_bytes = sum(num_bytes for _, num_bytes in kept)
-        state_numel = sum(num_bytes // each.itemsize for each, num_bytes in kept if each.is_floating_point())
-        sent_bytes = _sent_bytes(process_group) - sent_before
-        outputs = _by_index(workload, buckets, averages)
-        steps.append((outputs, errors, state_bytes, state_numel, sent_bytes))
+        steps.append(
+            (
+                _by_index(workload, buckets, averages),
+                _by_index(workload, buckets, errors_by_bucket) if errors_of else [],
+                sum(num_bytes for _, num_bytes in kept),
+                sum(num_bytes // each.itemsize for each, num_bytes in kept if each.is_floating_point()),
+                getattr(process_group, "sent_bytes", 0) - sent_before,
+            )
+        )
     return steps
-
-
-def _all_errors(errors: Mapping[int, Tensor], buffers: list[Tensor]) -> list[Tensor]:
-    return [errors.get(index, torch.zeros_like(buffer)) for index, buffer in enumerate(buffers)]
 
 
 def _by_index(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[Tensor]) -> list[Tensor]:
     """Copy the tensors out of flat buckets, and return the copies by tensor index."""
-    found: dict[int, Tensor] = {}
-    for indices, buffer in zip(buckets, flat, strict=True):
-        offset = 0
-        for index in indices:
-            part = torch.empty(workload.shapes[index], dtype=buffer.dtype)
-            found[index] = (
-                part.view(-1).copy_(buffer.flatten()[offset : offset + part.numel()]).view(part.shape)
-            )
-            offset += part.numel()
-    return [found[index] for index in range(len(found))]
-
-
-def _sent_bytes(process_group: dist.ProcessGroup) -> int:
-    """Return the bytes that this rank has handed to collectives so far; 0 on gloo."""
-    return process_group.sent_bytes if isinstance(process_group, SimulatedProcessGroup) else 0
+    order = [index for indices in buckets for index in indices]
+    joined = torch.cat([buffer.flatten().cpu() for buffer in flat])
+    parts = joined.split([workload.numel(index) for index in order])
+    copies = {i: part.clone().view(workload.shapes[i]) for i, part in zip(order, parts, strict=True)}
+    return [copies[index] for index in range(len(copies))]
 
 
 def reload(
@@ -172,34 +187,39 @@ def reload(
 
     Raises CheckpointError if every permitted way fails.
     """
+    can_not = f"{type(state).__name__} can't be saved and loaded"
+    what = "torch.save and torch.load (safe default)" if safe else can_not
     try:
         with _quiet():
-            loaded = torch.load(_saved(state))
-    except Exception as error:
-        if safe:
-            raise CheckpointError(
-                f"torch.save and torch.load (safe default): {_first_line(error)}"
-            ) from error
-        with _quiet():
-            loaded = _reload_by_other_ways(state, make_state, process_group)
+            loaded = _reloaded(state, make_state, process_group, safe)
+    except Exception as error:  # a state's own methods may raise anything
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        raise CheckpointError(f"{what}: {type(error).__name__}: {first_line}") from error
     if hasattr(loaded, "process_group"):
         loaded.process_group = process_group
     return loaded
 
 
-def _reload_by_other_ways(
-    state: Any, make_state: Callable[[Any], Any], process_group: dist.ProcessGroup
+def _reloaded(
+    state: Any, make_state: Callable[[Any], Any], process_group: dist.ProcessGroup, safe: bool
 ) -> Any:
     try:
-        if hasattr(state, "load_state_dict"):
-            loaded = make_state(process_group)
-            loaded.load_state_dict(torch.load(_saved(state.state_dict()), weights_only=False))
-            return loaded
-        return torch.load(_saved(state), weights_only=False)
-    except Exception as error:  # a state's own methods may raise anything
-        raise CheckpointError(
-            f"{type(state).__name__} can't be saved and loaded: {_first_line(error)}"
-        ) from error
+        return _saved_and_loaded(state, weights_only=True)
+    except Exception:
+        if safe:
+            raise
+    if not hasattr(state, "load_state_dict"):
+        return _saved_and_loaded(state, weights_only=False)
+    loaded = make_state(process_group)
+    loaded.load_state_dict(_saved_and_loaded(state.state_dict(), weights_only=False))
+    return loaded
+
+
+def _saved_and_loaded(value: Any, weights_only: bool) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 @contextmanager
@@ -211,17 +231,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def _saved(value: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return file
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 # The types of objects that a state may refer to without owning them.
@@ -242,17 +251,11 @@ def tensors_in(state: Any) -> list[Tensor]:
         if id(each) in seen or isinstance(each, _FOREIGN) or each is None:
             continue
         seen.add(id(each))
-        if isinstance(each, Tensor):
+        if isinstance(each, FunctionType):  # its globals belong to its module
+            left += [*(each.__defaults__ or ()), *(cell.cell_contents for cell in each.__closure__ or ())]
+        elif isinstance(each, Tensor):
             if each.layout == torch.strided:
                 found.setdefault(each.untyped_storage().data_ptr(), each)
         elif not isinstance(each, str | bytes | int | float | torch.dtype | torch.device):
-            left += _parts(each)
+            left += gc.get_referents(each)
     return list(found.values())
-
-
-def _parts(each: Any) -> Iterable[Any]:
-    if isinstance(each, FunctionType):  # its globals belong to its module
-        return [*(each.__defaults__ or ()), *(cell.cell_contents for cell in each.__closure__ or ())]
-    if isinstance(each, MethodType):
-        return [each.__self__, each.__func__]
-    return gc.get_referents(each)

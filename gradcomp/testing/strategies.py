@@ -1,14 +1,21 @@
-"""Hypothesis strategies that draw workloads. A workload shrinks to one 1×1 tensor, scale 1, seed 0."""
+"""Hypothesis strategies that draw workloads. A workload shrinks to one 1×1 tensor, scale 1, seed 0.
+
+`Drawn` has those that check_hook uses, within the limits of a hook's claims, and lists of further workloads.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from gradcomp.testing.claims import PROBE, Claims
 from gradcomp.testing.workload import Poison, Shape, Spectrum, Workload
 
 __all__ = ["buckets_of", "dtypes", "poisons", "shapes", "spectra", "workloads"]
@@ -16,6 +23,20 @@ __all__ = ["buckets_of", "dtypes", "poisons", "shapes", "spectra", "workloads"]
 # Small dimensions, primes, powers of two and their neighbors.
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 64)
 SPECTRA: tuple[Spectrum, ...] = ("flat", "low_rank", "power_law", "clustered", "zero")
+# Further sides of matrices, for hooks that don't compress matrices as small as DIMS.
+LARGER_DIMS = range(96, 2049, 32)
+# Tensors of all kinds, as a hook may have separate code for each: one element, square, wide, tall, one row,
+# one column, vectors, kernels of convolutions, more elements than 2^16.
+VARIOUS: tuple[tuple[Shape, ...], ...] = (
+    ((1,), (8, 8), (31, 33), (300,), (96, 700)),
+    ((64, 3), (3, 64), (16, 4, 3, 3), (5, 7, 9), (128, 128)),
+    ((1, 257), (257, 1), (24, 24), (1000,), (12, 12)),
+)
+# Tensors for runs of many steps.
+FEW: tuple[tuple[Shape, ...], ...] = (((24, 24), (7,)), ((9, 32), (3, 5, 3, 3)), ((17, 8), (24,)))
+NOT_FINITE = (math.inf, -math.inf, math.nan)
+# The number of steps after a hook's start in such a run. A mistake in every 25th step shows twice.
+LONG = 56
 
 
 def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
@@ -36,9 +57,6 @@ def spectra() -> SearchStrategy[tuple[Spectrum, ...]]:
     return st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple)
 
 
-_spectra = spectra  # a parameter of `workloads` has the same name
-
-
 def dtypes() -> SearchStrategy[torch.dtype]:
     return st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
@@ -46,9 +64,8 @@ def dtypes() -> SearchStrategy[torch.dtype]:
 def buckets_of(
     num_tensors: int, cuts: Sequence[bool] = (), reverse: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide tensors 0 … num_tensors − 1 into buckets.
+    """Divide tensors 0 … num_tensors − 1 into buckets, which end at the positions where `cuts` is True.
 
-    cuts: by position, True if a bucket ends there.
     reverse: take the tensors in reverse order, like DDP.
     """
     order = list(range(num_tensors))[:: -1 if reverse else 1]
@@ -62,68 +79,48 @@ def buckets_of(
 
 def poisons(steps: SearchStrategy[int], world_size: int) -> SearchStrategy[Poison]:
     """Draw poisons (step, rank, tensor index 0, value): the value is inf, −inf or NaN."""
-    values = st.sampled_from((math.inf, -math.inf, math.nan))
-    return st.tuples(steps, st.integers(0, world_size - 1), st.just(0), values)
+    return st.tuples(steps, st.integers(0, world_size - 1), st.just(0), st.sampled_from(NOT_FINITE))
 
 
 def workloads(
     *,
     tensors: SearchStrategy[Shape] | None = None,
     num_tensors: tuple[int, int] = (1, 5),
-    same_shapes: SearchStrategy[bool] | None = None,
-    world_sizes: SearchStrategy[int] | None = None,
-    steps: SearchStrategy[int] | None = None,
-    dtypes: SearchStrategy[torch.dtype] | None = None,
-    spectra: SearchStrategy[tuple[Spectrum, ...]] | None = None,
     log2_scales: tuple[int, int] = (-40, 40),
     noises: Sequence[float] = (0.0, 0.1, 1.0, 10.0),
     drifts: Sequence[float] = (0.0, 0.1, 1.0),
-    zero_steps: int = 0,
-    poison: SearchStrategy[Poison] | None = None,
-    rearranged: SearchStrategy[bool] | None = None,
-    masked: float = 0.0,
-    device: str = "cpu",
+    **fields: Any,
 ) -> SearchStrategy[Workload]:
     """Draw workloads like a training run's: any spectrum, scale, sparsity and buckets.
 
     tensors: the tensors' shapes; by default `shapes()`.
     num_tensors: the least and largest number of tensors.
-    same_shapes: True gives all tensors the first one's shape; by default True or False is drawn.
-    world_sizes: by default 1 to 4.
-    steps: by default 1 to 3.
-    dtypes: by default float32.
-    spectra: the spectra of the tensors; by default `spectra()`.
     log2_scales: the least and largest log2_scale; each tensor draws its own.
     noises, drifts: the values of Workload.noise and Workload.drift to choose from.
-    zero_steps, masked, device: see Workload.
-    poison: by default None.
-    rearranged: True if buckets are rearranged after the first step; by default False.
+    fields: other fields of Workload, strategies or values; and same_shapes, True if all tensors have the
+        first one's shape. By default there are 1 to 4 ranks, 1 to 3 steps, and gradients in float32.
     """
     scale = st.integers(0, log2_scales[1]) | st.integers(log2_scales[0], log2_scales[1])
-    return st.builds(
-        _workload,
-        shapes=st.lists(
-            shapes() if tensors is None else tensors, min_size=num_tensors[0], max_size=num_tensors[1]
-        ),
-        same_shapes=st.booleans() if same_shapes is None else same_shapes,
-        cuts=st.lists(st.booleans(), max_size=num_tensors[1] - 1),
-        reverse=st.booleans(),
-        world_size=st.integers(1, 4) if world_sizes is None else world_sizes,
-        steps=st.integers(1, 3) if steps is None else steps,
-        dtype=st.just(torch.float32) if dtypes is None else dtypes,
-        spectra=_spectra() if spectra is None else spectra,
-        rank=st.integers(1, 4),
-        log2_scale=st.lists(scale, max_size=num_tensors[1]),
-        sparsity=st.sampled_from((0.0, 0.5, 0.9)),
-        noise=st.sampled_from(noises),
-        drift=st.sampled_from(drifts),
-        seed=st.integers(0, 2**16),
-        zero_steps=st.just(zero_steps),
-        poison=st.none() if poison is None else poison,
-        rearranged=st.just(False) if rearranged is None else rearranged,
-        masked=st.just(masked),
-        device=st.just(device),
-    )
+    least, most = num_tensors
+    drawn = {
+        "shapes": st.lists(shapes() if tensors is None else tensors, min_size=least, max_size=most),
+        "same_shapes": st.booleans(),
+        "cuts": st.lists(st.booleans(), max_size=most - 1),
+        "reverse": st.booleans(),
+        "world_size": st.integers(1, 4),
+        "steps": st.integers(1, 3),
+        "dtype": st.just(torch.float32),
+        "spectra": spectra(),
+        "rank": st.integers(1, 4),
+        "log2_scale": st.lists(scale, max_size=most),
+        "sparsity": st.sampled_from((0.0, 0.5, 0.9)),
+        "noise": st.sampled_from(noises),
+        "drift": st.sampled_from(drifts),
+        "seed": st.integers(0, 2**16),
+    }
+    for name, value in fields.items():
+        drawn[name] = value if isinstance(value, SearchStrategy) else st.just(value)
+    return st.builds(_workload, **drawn)
 
 
 def _workload(
@@ -133,7 +130,7 @@ def _workload(
     reverse: bool,
     spectra: tuple[Spectrum, ...],
     log2_scale: list[int],
-    **options: object,
+    **options: Any,
 ) -> Workload:
     num = len(shapes)
     return Workload(
@@ -142,7 +139,7 @@ def _workload(
         # The last value applies to all further tensors, so it needs no repetition.
         spectra=_without_repetition(spectra[:num]),
         log2_scale=_without_repetition(tuple(log2_scale[:num])),
-        **options,  # type: ignore[arg-type]
+        **options,
     )
 
 
@@ -150,3 +147,143 @@ def _without_repetition(values: tuple) -> tuple:  # type: ignore[type-arg]
     while len(values) > 1 and values[-1] == values[-2]:
         values = values[:-1]
     return () if values == (0,) else values
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Strategies and lists of workloads within the limits of a hook's claims."""
+
+    claims: Claims
+    world_size: int
+    dtypes: Sequence[torch.dtype]
+    device: str
+
+    def any(self, extra_steps: int = 3, **options: Any) -> SearchStrategy[Workload]:
+        """Draw workloads of all kinds, with 1 to `extra_steps` steps after the plain ones."""
+        start = self.claims.start
+        return workloads(
+            **{
+                "tensors": self._shapes(),
+                "log2_scales": self._scales(),
+                "world_size": self.world_size,
+                "steps": st.integers(start + 1, start + extra_steps),
+                "dtype": st.sampled_from(list(self.dtypes)),
+                "device": self.device,
+                **options,
+            }
+        )
+
+    def poisoned(self) -> SearchStrategy[Workload]:
+        steps = st.integers(0, self.claims.start + 1)
+        return self.any(poison=poisons(steps, self.world_size))
+
+    def every_poison(self) -> Iterator[Workload]:
+        """List workloads with inf, −inf or NaN on each rank, in a compressed matrix or the vector beside it.
+
+        Each comes in a plain step, in the first compressed step and in the last step.
+        """
+        matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
+        workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
+        steps = sorted({0, self.claims.start, self.claims.start + 1})
+        for poison in product(steps, range(self.world_size), range(2), NOT_FINITE):
+            yield replace(workload, poison=poison)
+
+    def rearranged(self) -> SearchStrategy[Workload]:
+        """Draw workloads that rearrange their buckets after the first step."""
+        return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=True).filter(
+            lambda workload: len(workload.buckets) > 1 < workload.steps
+        )
+
+    def small(self) -> SearchStrategy[Workload]:
+        return self.any(tensors=shapes(max_numel=64), num_tensors=(1, 2), noises=(0.1, 1.0))
+
+    def flushed(self) -> Sequence[SearchStrategy[Workload]]:
+        """Draw workloads that end with zero steps: a few, or until little error of small tensors may be left."""
+        small = {
+            "tensors": shapes(max_numel=25),
+            "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
+            "spectra": ("flat",),
+            "rearranged": st.booleans(),
+        }
+        alike = {"num_tensors": (2, 2), "same_shapes": True, "noises": (0.0,), "drifts": (0.1, 1.0)}
+        different = {"num_tensors": (1, 1), "noises": (1.0, 10.0)}
+        return (
+            self.any(extra_steps=6, noises=(0.0,), zero_steps=self._few, rearranged=st.booleans()),
+            self.any(**alike, **small).map(self._with_zeros),
+            self.any(**different, **small).map(self._with_zeros),
+        )
+
+    @property
+    def _few(self) -> int:
+        """The least number of zero steps: few for averages, as errors soon fall below quantization levels."""
+        return 16 if self.claims.element_error >= 1 else 4
+
+    def _with_zeros(self, workload: Workload) -> Workload:
+        """Add enough zero steps that the held-back error may be a quarter of the largest gradient at most.
+
+        If all ranks have the same gradients, add twice the number of steps after which at most half of the
+        error is left.
+        """
+        numel = max(workload.numel(*indices) for indices in workload.buckets)
+        if workload.noise:
+            zero_steps = self.claims.steps_until(1 / 4 / max(1.0, self.claims.largest_error(numel)), numel)
+        else:
+            zero_steps = 2 * self.claims.steps_until(1 / 2, numel)
+        return replace(workload, zero_steps=max(self._few, zero_steps))
+
+    def various(self, **options: Any) -> Iterator[Workload]:
+        """List a workload of tensors of all kinds in three buckets."""
+        yield self._in_buckets(VARIOUS, steps=self.claims.start + 2, **options)
+
+    def probed(self) -> Iterator[Workload]:
+        """List the workload from which claims are inferred."""
+        yield replace(PROBE, world_size=self.world_size, dtype=self.dtypes[0], device=self.device)
+
+    def long(self, **options: Any) -> Iterator[Workload]:
+        """List a workload of many steps, in buckets that are rearranged after the first one."""
+        steps = self.claims.start + LONG
+        yield self._in_buckets(FEW, **{"steps": steps, "drift": 1.0, "rearranged": True, **options})
+
+    def odd(self) -> Iterator[Workload]:
+        """List workloads of one compressed matrix with an odd number of rows or columns between 16 and 64."""
+        for shape in self._odd_shapes():
+            yield self._listed((shape,), steps=self.claims.start + 3)
+
+    def _in_buckets(self, buckets: Sequence[Sequence[Shape]], **options: Any) -> Workload:
+        tensors = tuple(shape for of_bucket in buckets for shape in of_bucket)
+        numbers = iter(range(len(tensors)))
+        indices = tuple(tuple(islice(numbers, len(of_bucket))) for of_bucket in buckets)
+        return self._listed(tensors, buckets=indices, **options)
+
+    def _listed(self, shapes: tuple[Shape, ...], **options: Any) -> Workload:
+        workload = Workload(shapes, world_size=self.world_size, dtype=self.dtypes[0], device=self.device)
+        return replace(workload, **{"noise": 1.0, "drift": 0.5, "buckets": (), **options})
+
+    def _shapes(self) -> SearchStrategy[Shape]:
+        """Draw shapes. The hook compresses about half of them, even at a high rank."""
+        return shapes() | st.sampled_from(self._compressed_shapes()) if self.claims.exact_shapes else shapes()
+
+    def _compressed_shapes(self) -> list[Shape]:
+        """List compressed matrices: all with sides in DIMS, or a larger one; and those of _odd_shapes."""
+        small = [shape for shape in product(DIMS, DIMS) if self._is_compressed(shape)]
+        large = [(side, side) for side in LARGER_DIMS if self._is_compressed((side, side))]
+        return [*(small or large[:1] or [(1, 1)]), *self._odd_shapes()]
+
+    def _odd_shapes(self) -> list[Shape]:
+        """List the smallest compressed matrix with each odd number of rows in 17 … 63, and of columns."""
+        columns = (*DIMS, *LARGER_DIMS)
+        found: list[Shape] = []
+        for side in (dim for dim in DIMS if 16 < dim < 64 and dim % 2):
+            found += [(side, other) for other in columns if self._is_compressed((side, other))][:1]
+            found += [(other, side) for other in columns if self._is_compressed((other, side))][:1]
+        return found
+
+    def _is_compressed(self, shape: Shape) -> bool:
+        return not self.claims.is_exact(shape)
+
+    def _scales(self) -> tuple[int, int]:
+        """Return the least and largest log2_scale, each 2^8 away from subnormal numbers or overflow."""
+        limit = min(self.claims.limit(dtype) for dtype in self.dtypes)
+        dtypes = [*self.dtypes, self.claims.precision]
+        smallest = max(torch.finfo(dtype).smallest_normal for dtype in dtypes)
+        return max(-40, math.frexp(smallest)[1] + 8), min(40, max(0, math.frexp(limit)[1] - 9))

@@ -79,11 +79,15 @@ class Workload:
 
     def __post_init__(self) -> None:
         if not self.buckets:
-            object.__setattr__(self, "buckets", (tuple(range(len(self.shapes))),))
+            object.__setattr__(self, "buckets", self.buckets_in_one)
         if sorted(index for bucket in self.buckets for index in bucket) != list(range(len(self.shapes))):
             raise ValueError(f"buckets {self.buckets} don't hold each of {len(self.shapes)} tensors once")
         if self.order and sorted(self.order) != list(range(self.world_size)):
             raise ValueError(f"order {self.order} doesn't hold each of {self.world_size} ranks once")
+
+    @property
+    def buckets_in_one(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(range(len(self.shapes))),)
 
     @property
     def num_steps(self) -> int:
@@ -104,11 +108,12 @@ class Workload:
         source = self.order[rank] if self.order else rank
         factor = 2.0**self.log2_factor
         drawn_step = step % self.period if self.period else step
-        drawn = [self._draw(drawn_step, source, index) for index in range(len(self.shapes))]
-        gradients = [torch.mul(gradient, factor).to(self.dtype) for gradient in drawn]
-        if self.masked:
-            for index, gradient in enumerate(gradients):
-                gradient[_mask(self.shapes[index], self.masked, self._seed(index))] = 0.0
+        gradients = []
+        for index, shape in enumerate(self.shapes):
+            gradient = torch.mul(self._draw(drawn_step, source, index), factor).to(self.dtype)
+            if self.masked:
+                gradient[_mask(shape, self.masked, self._seed(index))] = 0.0
+            gradients.append(gradient)
         if self.poison is not None and self.poison[:2] == (step, rank):
             poisoned = gradients[self.poison[2]].view(-1)
             poisoned[poisoned.numel() // 2] = self.poison[3]
@@ -122,9 +127,18 @@ class Workload:
         """Return all ranks' gradients in float64, [world_size, *shape], by tensor index. Don't write."""
         return _stacked(self, step)
 
+    def norm(self, step: int, *indices: int) -> float:
+        """Compute an upper bound of the largest ‖gradient‖ of these tensors together on any rank."""
+        stacked = self.stacked(step)
+        return math.hypot(*(float(stacked[index].flatten(1).norm(dim=1).max()) for index in indices))
+
+    def numel(self, *indices: int) -> int:
+        """Count the elements of these tensors."""
+        return sum(math.prod(self.shapes[index]) for index in indices)
+
     def buckets_in(self, step: int) -> tuple[tuple[int, ...], ...]:
         """Return the buckets of a step."""
-        return (tuple(range(len(self.shapes))),) if self.rearranged and step == 0 else self.buckets
+        return self.buckets_in_one if self.rearranged and step == 0 else self.buckets
 
     def bucket_of(self, index: int) -> int:
         return next(bucket for bucket, indices in enumerate(self.buckets) if index in indices)
@@ -147,10 +161,8 @@ class Workload:
         shown = []
         for each in fields(self):
             value = getattr(self, each.name)
-            is_default = value == each.default or (
-                each.name == "buckets" and len(value) == 1 and value[0] == (*range(len(self.shapes)),)
-            )
-            if each.repr and not is_default:
+            default = self.buckets_in_one if each.name == "buckets" else each.default
+            if each.repr and value != default:
                 shown.append(f"{each.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -219,17 +231,16 @@ def _gradient(
     if spectrum == "zero" or rows * cols == 0:
         return torch.zeros(shape, dtype=torch.float64)
     full = min(rows, cols)
-    singular = torch.zeros(full, dtype=torch.float64)
-    if spectrum == "flat":
-        singular.fill_(1.0)
-    elif spectrum == "low_rank":
-        singular[:rank_of_matrix] = 1.0
-    elif spectrum == "power_law":
-        singular = 1.0 / torch.arange(1.0, full + 1, dtype=torch.float64)
-    elif spectrum == "clustered":
-        singular.fill_(0.01)[: -(-full // 4)] = 1.0
-    else:
-        raise ValueError(f"spectrum {spectrum!r} is not one of flat, low_rank, power_law, clustered, zero")
+    numbers = torch.arange(1.0, full + 1, dtype=torch.float64)
+    spectra = {
+        "flat": torch.ones_like(numbers),
+        "low_rank": (numbers <= rank_of_matrix).double(),
+        "power_law": 1.0 / numbers,
+        "clustered": torch.where(numbers <= math.ceil(full / 4), 1.0, 0.01).double(),
+    }
+    if spectrum not in spectra:
+        raise ValueError(f"spectrum {spectrum!r} is not one of {', '.join(spectra)}, zero")
+    singular = spectra[spectrum]
     singular *= math.sqrt(rows * cols) / singular.norm()
     singular = singular[: singular.count_nonzero()]
     k = len(singular)
@@ -253,9 +264,8 @@ def _mask(shape: Shape, fraction: float, seed: int) -> Tensor:
     rows, cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(rows, cols, dtype=torch.bool)
-    chosen.view(-1)[torch.randperm(rows * cols, generator=generator)[: math.ceil(fraction * rows * cols)]] = (
-        True
-    )
+    num = math.ceil(fraction * rows * cols)
+    chosen.view(-1)[torch.randperm(rows * cols, generator=generator)[:num]] = True
     if len(shape) > 1:
         chosen[torch.randperm(rows, generator=generator)[: int(fraction / 2 * rows)]] = True
         chosen[:, torch.randperm(cols, generator=generator)[: int(fraction / 2 * cols)]] = True

@@ -13,7 +13,7 @@ SETTINGS = settings(max_examples=500, derandomize=True, database=None, deadline=
 
 
 @settings(SETTINGS, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-@given(strategies.workloads(dtypes=strategies.dtypes(), log2_scales=(-6, 6)))
+@given(strategies.workloads(dtype=strategies.dtypes(), log2_scales=(-6, 6)))
 def test_workloads_are_sound(workload):
     assert eval(repr(workload), {"Workload": Workload, "torch": torch}) == workload
     assert sorted(sum(workload.buckets, ())) == list(range(len(workload.shapes)))

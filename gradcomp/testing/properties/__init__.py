@@ -5,20 +5,11 @@
     claims: the hook's claims; by default claims_of(hook, make_state) infers them.
     ranks: "simulated", or "gloo" for real processes.
 
-A property runs the hook on every rank; see run_hook. If the hook doesn't claim the property, the function
-returns None without a check.
+Returns None without a check if the hook doesn't claim the property.
 
 Raises PropertyFailure if the property fails on this workload: the message has the expected and the actual
 value, and the rank, step and tensor. Raises RankError if the hook doesn't finish.
-
-A property can be used alone in a test::
-
-    @given(strategies.workloads())
-    def test_averages(workload):
-        properties.averages(my_hook, None, workload)
 """
-
-from __future__ import annotations
 
 from gradcomp.testing.properties.accuracy import (
     averages,
@@ -27,12 +18,6 @@ from gradcomp.testing.properties.accuracy import (
     unbiased,
     zero_stays_zero,
 )
-from gradcomp.testing.properties.invariance import (
-    bucket_insensitive,
-    deterministic,
-    rank_permutation,
-    scale_equivariant,
-)
 from gradcomp.testing.properties.memory import (
     bounded_memory,
     checkpoint_round_trip,
@@ -40,11 +25,15 @@ from gradcomp.testing.properties.memory import (
     held_back_comes_out,
     no_error_where_exact,
 )
-from gradcomp.testing.properties.replicas import (
+from gradcomp.testing.properties.robustness import (
+    bucket_insensitive,
     completes,
+    deterministic,
     finite_in_finite_out,
     nonfinite_seen_by_all,
+    rank_permutation,
     replicas_identical,
+    scale_equivariant,
 )
 from gradcomp.testing.properties.subject import NonFiniteFailure, PropertyFailure
 

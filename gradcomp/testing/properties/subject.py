@@ -1,26 +1,24 @@
-"""Subjects of properties (a hook with its state, claims and ranks), and the exceptions of properties."""
+"""Properties, and what they check: subjects, which are hooks with their state, claims and ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing.claims import AVERAGES_WITHIN, Claims, claims_of
-from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks, Run, run_hook
+from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
 __all__ = ["NonFiniteFailure", "Property", "PropertyFailure", "Subject", "property_of"]
-
-Measured = TypeVar("Measured", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,10 @@ class Subject:
     ranks: Ranks
     device: str
 
+    @property
+    def name(self) -> str:
+        return getattr(self.hook, "__qualname__", repr(self.hook))
+
     @cached_property
     def claims(self) -> Claims:
         return self.given or claims_of(self.hook, self.make_state, self.device, self.ranks)
@@ -47,77 +49,71 @@ class Subject:
     def finite_run(self, workload: Workload, **options: Any) -> Run:
         """Run the hook on this workload. Raises NonFiniteFailure if an output holds inf or NaN."""
         run = self.run(workload, **options)
-        require_finite(workload, run)
+        require_finite(run)
         return run
 
-    def multiple(self, workload: Workload, mean: Tensor, output: Tensor) -> str:
-        """Return the end of a failure's message: the factor, if the output is a multiple of the mean, or "".
+    def multiple_of_mean(self, workload: Workload) -> float | None:
+        """Find the factor c ≠ 1 with outputs = c · means; None if there is none.
 
-        For example, a hook that forgets to divide outputs the sum. Multiples within 5 % count, as for hooks
-        that average. An output of one element is always a multiple of the mean. So a second run, on as many
-        ranks, must have the factor, too: its outputs against its means, both summed over the steps. Steps
-        with zero gradients at its end make error feedback output the held-back errors.
+        For example, a hook that forgets to divide outputs the sum. The hook is run on a few tensors, with the
+        ranks, dtype and device of this workload. Outputs and means are summed over the steps. Zero gradients
+        at the end make error feedback output the held-back errors. ‖outputs − c · means‖ may be at most 5 %
+        of ‖c · means‖, and a tenth of ‖(c − 1) · means‖. c is rounded to 2 digits, or 4 if these are needed.
         """
-        if not _factor(mean, output):
-            return ""
-        larger = Workload(
-            ((8, 9), (5,)),
-            world_size=workload.world_size,
-            steps=self.claims.start + 4,
-            dtype=workload.dtype,
-            noise=1.0,
-            drift=0.5,
-            zero_steps=16,
-            device=workload.device,
+        few = Workload(((8, 9), (5,)), steps=self.claims.start + 4, noise=1.0, drift=0.5, zero_steps=16)
+        world_size, dtype, device = workload.world_size, workload.dtype, workload.device
+        run = self.run(replace(few, world_size=world_size, dtype=dtype, device=device))
+        steps = range(self.claims.start, run.workload.num_steps)
+        mean = torch.stack([flat(run.workload.mean(step)) for step in steps]).sum(0)
+        output = torch.stack([flat(run.outputs[step][0]) for step in steps]).sum(0)
+        factor = float(mean @ output / mean.square().sum())
+        left = float((output - factor * mean).norm() / mean.norm())
+        if not left <= min(AVERAGES_WITHIN * abs(factor), abs(factor - 1) / 10):
+            return None
+        shown = (float(f"{factor:.{digits}g}") for digits in (2, 4))
+        return next(
+            (each for each in shown if abs(factor - each) <= abs(factor - 1) / 10 and each != 1), None
         )
-        try:
-            run = self.run(larger)
-        except RankError:
-            return ""
-        steps = range(self.claims.start, larger.num_steps)
-        given = torch.stack([_flat(larger.mean(step)) for step in steps])
-        got = torch.stack([_flat(run.outputs[step][0]) for step in steps])
-        factor = _factor(given.sum(0), got.sum(0))
-        return f"; the output is {factor} × the mean" if factor else ""
-
-    @contextmanager
-    def naming_multiples(self, workload: Workload, mean: Tensor, output: Tensor) -> Iterator[None]:
-        """If the output is a multiple of the mean, add the factor to a PropertyFailure of this context."""
-        try:
-            yield
-        except PropertyFailure as failure:
-            raise PropertyFailure(f"{failure}{self.multiple(workload, mean, output)}") from None
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Join tensors to a vector in float64."""
     return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
-def _factor(mean: Tensor, output: Tensor) -> float | None:
-    """Find the factor c ≠ 1 with output = c · mean, or None if there is none.
-
-    c is rounded to 2 digits if they are enough, else to 4. ‖output − c · mean‖ may be at most 5 % of
-    ‖c · mean‖, and a tenth of ‖(c − 1) · mean‖.
-    """
-    mean, output = mean.double().flatten(), output.double().flatten()
-    square = float(mean.square().sum())
-    factor = float(mean @ output) / square if square else math.nan
-    left = float((output - factor * mean).norm()) / math.sqrt(square) if square else math.nan
-    if not left <= min(AVERAGES_WITHIN * abs(factor), abs(factor - 1) / 10):
-        return None
-    shown = (float(f"{factor:.{digits}g}") for digits in (2, 4))
-    return next((each for each in shown if abs(factor - each) <= abs(factor - 1) / 10 and each != 1), None)
+Check = Callable[[Subject, Workload], Iterable[float] | None]
 
 
-class Property(Protocol[Measured]):
-    """A function that checks a property of a hook.
+@dataclass(frozen=True, eq=False)
+class Property:
+    """A property of hooks, and the search for a workload on which a hook lacks it.
 
-    Returns a measured value, or None if the hook doesn't claim the property.
-    Raises PropertyFailure if the property fails.
+    check(subject, workload): yields measured values, if any. Raises PropertyFailure if the property fails.
+    unclaimed(claims): the reason why the property doesn't apply to a hook; "" if it applies. None if it
+        applies to every hook.
+    workloads(drawn): strategies that draw workloads.
+    listed(drawn): workloads to try besides the drawn ones.
+    fraction: the fraction of max_examples to draw; less than 1 for expensive properties.
+    measure: the name of the measured value.
+    worst(values): chooses the worst of measured values.
+    explains: the exceptions that other properties raise if this one fails.
     """
 
-    __name__: str
-    unclaimed: Callable[[Claims], str]
+    check: Check
+    unclaimed: Callable[[Claims], str] | None = None
+    workloads: Callable[[Drawn], Sequence[SearchStrategy[Workload]]] = lambda drawn: [drawn.any()]
+    listed: Callable[[Drawn], Iterable[Workload]] = lambda drawn: ()
+    fraction: float = 1.0
+    measure: str = ""
+    worst: Callable[[list[float]], float] = max
+    explains: tuple[type[AssertionError], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__doc__", self.check.__doc__)
+
+    @property
+    def name(self) -> str:
+        return self.check.__name__
 
     def __call__(
         self,
@@ -127,44 +123,34 @@ class Property(Protocol[Measured]):
         *,
         claims: Claims | None = None,
         ranks: Ranks = "simulated",
-    ) -> Measured | None: ...
+    ) -> float | None:
+        """Check the property on this workload; return the measured value, as `measured` does."""
+        return self.measured(Subject(hook, make_state, claims, ranks, workload.device), workload)
+
+    def measured(self, subject: Subject, workload: Workload) -> float | None:
+        """Return the worst measured value; None if there is none, or the hook doesn't claim the property.
+
+        Raises PropertyFailure, its message beginning with the property's name.
+        """
+        if self.unclaimed is not None and self.unclaimed(subject.claims):
+            return None
+        try:
+            values = list(self.check(subject, workload) or ())
+            return self.worst(values) if values else None
+        except PropertyFailure as failure:
+            failure.args = (f"{self.name}: {failure}",)
+            raise
 
 
 def property_of(
-    unclaimed: Callable[[Claims], str] | None = None,
-) -> Callable[[Callable[[Subject, Workload], Measured]], Property[Measured]]:
-    """Turn check(subject, workload) into a property of (hook, make_state, workload, options).
+    unclaimed: Callable[[Claims], str] | None = None, **search: Any
+) -> Callable[[Check], Property]:
+    """Make a property of the decorated check; for the arguments see Property."""
+    return lambda check: Property(check, unclaimed, **search)
 
-    unclaimed(claims): the reason why the property doesn't apply, and returns None; "" if it applies. Without
-        this function the property applies to every hook.
 
-    A PropertyFailure gets the property's name before its message.
-    """
-
-    def decorated(check: Callable[[Subject, Workload], Measured]) -> Property[Measured]:
-        @wraps(check)
-        def checked(
-            hook: Hook,
-            make_state: MakeState,
-            workload: Workload,
-            *,
-            claims: Claims | None = None,
-            ranks: Ranks = "simulated",
-        ) -> Measured | None:
-            subject = Subject(hook, make_state, claims, ranks, workload.device)
-            if unclaimed is not None and unclaimed(subject.claims):
-                return None
-            try:
-                return check(subject, workload)
-            except PropertyFailure as failure:
-                failure.args = (f"{check.__name__}: {failure}",)
-                raise
-
-        checked.unclaimed = unclaimed or (lambda claims: "")  # type: ignore[attr-defined]
-        del checked.__wrapped__  # so that help() shows checked's arguments
-        return checked  # type: ignore[return-value]
-
-    return decorated
+def unless_lossy(claims: Claims) -> str:
+    return "" if claims.is_lossy else "averages"
 
 
 class PropertyFailure(AssertionError):  # noqa: N818
@@ -175,25 +161,18 @@ class NonFiniteFailure(PropertyFailure):
     """The outputs of finite gradients are not finite, so no other property can hold."""
 
 
-def place(workload: Workload, step: int, rank: int, index: int) -> str:
-    """Describe an output's step, rank and tensor, for messages."""
-    return f"step {step}, rank {rank}, {workload.where(index)}"
-
-
-def require_finite(workload: Workload, run: Run, first_step: int = 0) -> None:
+def require_finite(run: Run, first_step: int = 0) -> None:
     """Raise NonFiniteFailure if an output from first_step on holds inf or NaN."""
-    for step, by_rank in enumerate(run.outputs):
-        for rank, tensors in enumerate(by_rank):
-            for index, tensor in enumerate(tensors):
-                if step >= first_step and not tensor.isfinite().all():
-                    bad = tensor[~tensor.isfinite()][0] if tensor.ndim else tensor
-                    raise NonFiniteFailure(
-                        f"{place(workload, step, rank, index)}: expected finite averages, got "
-                        f"{bad.item()} in {int((~tensor.isfinite()).sum())} of {tensor.numel()} elements"
-                    )
+    for output in run.each_output(first_step):
+        finite = output.average.isfinite()
+        if not finite.all():
+            raise NonFiniteFailure(
+                f"{output}: expected finite averages, got {output.average[~finite][0].item()} in "
+                f"{int((~finite).sum())} of {finite.numel()} elements"
+            )
 
 
-def require_same(where: str, expected: Tensor, got: Tensor, whose: str) -> None:
+def require_same(where: object, expected: Tensor, got: Tensor, whose: str) -> None:
     """Raise PropertyFailure unless all elements are equal; NaN equals NaN."""
     same = (expected == got) | (expected.isnan() & got.isnan())
     if not same.all():
@@ -204,12 +183,11 @@ def require_same(where: str, expected: Tensor, got: Tensor, whose: str) -> None:
         )
 
 
-def require_close(where: str, expected: Tensor, got: Tensor, allowed: Tensor | float, whose: str) -> float:
+def require_close(where: object, expected: Tensor, got: Tensor, allowed: Tensor, whose: str) -> float:
     """Compute the largest |got − expected| / allowed. Raises PropertyFailure if it is above 1."""
     if not got.numel():
         return 0.0
-    off = (got.double() - expected.double()).abs().flatten()
-    limit = torch.as_tensor(allowed, dtype=torch.float64).expand(expected.shape).flatten()
+    off, limit = (got.double() - expected.double()).abs().flatten(), allowed.flatten()
     ratio = torch.where(off <= limit, off / limit.clamp(min=1e-300), off / limit).nan_to_num(math.inf)
     worst = int(ratio.argmax())
     if ratio[worst] > 1:
@@ -220,7 +198,7 @@ def require_close(where: str, expected: Tensor, got: Tensor, allowed: Tensor | f
     return float(ratio[worst])
 
 
-def require_close_in_norm(where: str, expected: Tensor, got: Tensor, allowed: float, whose: str) -> float:
+def require_close_in_norm(where: object, expected: Tensor, got: Tensor, allowed: float, whose: str) -> float:
     """Compute ‖got − expected‖ / allowed. Raises PropertyFailure if it is above 1."""
     off = float((got.double() - expected.double()).norm())
     if not off <= allowed:

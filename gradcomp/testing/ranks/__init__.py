@@ -26,8 +26,8 @@ def run_ranks(
 
     In the function, process_group is also the default group. The rank is the seed of torch's CPU generator.
 
-    ranks: "simulated" or "gloo". Simulated ranks are threads of this process, which run one at a time; see
-        gradcomp.testing.ranks.simulation. They share the arguments. gloo ranks are processes, kept from call
+    ranks: "simulated" or "gloo". Simulated ranks are threads of this process, which run one at a time and
+        share the arguments; see gradcomp.testing.ranks.simulation. gloo ranks are processes, kept from call
         to call, with copies of the arguments: function and arguments must be picklable.
     schedule: the order in which simulated ranks run; the same schedule repeats a run bit for bit. Schedule 0
         runs collectives and callbacks as early as possible, any other schedule at random times. On gloo the

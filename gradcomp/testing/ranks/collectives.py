@@ -1,5 +1,14 @@
 """The process group of simulated ranks. It describes each collective as a Call and issues it.
 
+One Call per rank describes a collective. Rank s's call holds the tensors that s sends to each rank r, and the
+tensors that s fills: with tensors from each rank or, in a reduction, with the reduced value. With W ranks:
+
+    all_reduce       s sends t to all                  r: t = t_0 + ... + t_(W-1)
+    all_gather       s sends t to all                  r: outputs[s] = t_s
+    reduce_scatter   s sends inputs[r] to r            r: output = inputs_0[r] + ... + inputs_(W-1)[r]
+    all_to_all       s sends inputs[r] to r            r: outputs[s] = inputs_s[r]
+    broadcast, reduce, gather, scatter: like these, with one source or one destination
+
 A call accepts and refuses the arguments that gloo accepts and refuses in torch 2.13, and its future has the
 same value. Differences from gloo:
 
@@ -14,14 +23,67 @@ same value. Differences from gloo:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.testing.ranks.transfer import Call, check_alike, overlap, reduction_name, traits
+from gradcomp.testing.ranks.scheduler import CallSite
+
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": lambda total, term: torch.where(term < total, term, total),
+    "MAX": lambda total, term: torch.where(term > total, term, total),
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+# By rank.
+_Tensors = Mapping[int, Sequence[Tensor]]
+
+
+@dataclass(eq=False)
+class Call:
+    """One rank's call of a collective.
+
+    name: the collective's name in torch.distributed.
+    agreed: by name, the arguments that must be equal on all ranks.
+    sends: by destination rank, the tensors to send.
+    receives: by source rank, the tensors to fill.
+    value: the future's value.
+    op: the name of the reduction that fills `value`; "" for none.
+    is_undefined: whether `value` is undefined afterwards.
+    """
+
+    name: str
+    agreed: dict[str, Any]
+    sends: _Tensors = field(default_factory=dict)
+    receives: _Tensors = field(default_factory=dict)
+    value: Sequence[Tensor] = ()
+    op: str = ""
+    is_undefined: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.agreed.items())})"
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The devices of the call's CUDA tensors."""
+        sent = [t for tensors in self.sends.values() for t in tensors]
+        return {t.device for t in (*sent, *self.value) if t.is_cuda}
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of the tensors to send; a tensor for several ranks counts once."""
+        return sum({id(t): t.nbytes for tensors in self.sends.values() for t in tensors}.values())
 
 
 class Network(Protocol):
@@ -37,25 +99,19 @@ class Network(Protocol):
 class SimulatedWork(dist.Work):
     """The handle of a collective that a rank issued.
 
-    index: the collective's position in its group's sequence.
+    place: the collective's position in its group's sequence, for messages.
+    site: the line that issued it.
     """
 
-    def __init__(
-        self, network: Network, rank: int, call: Call, group: SimulatedProcessGroup, index: int
-    ) -> None:
+    def __init__(self, network: Network, rank: int, call: Call, place: str, site: CallSite) -> None:
         super().__init__()
         self.rank = rank
         self.call = call
+        self.place = place
+        self.site = site
         self.done = False
         self.future: torch.futures.Future[list[Tensor]] | None = None
         self._network = network
-        self._group = group
-        self._index = index
-
-    @property
-    def place(self) -> str:
-        """The collective's position in its group's sequence, for messages."""
-        return f"collective {self._index} of the group {list(self._group.ranks)}"
 
     def __str__(self) -> str:
         return f"{self.call}, {self.place}"
@@ -99,14 +155,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     ranks: the global ranks of the members.
     index: distinguishes groups of the same ranks.
     sent_bytes: the bytes that this rank has handed to this group's collectives so far.
+    num_issued: the number of collectives that this rank has issued so far.
     """
 
     def __init__(self, network: Network, rank: int, ranks: Sequence[int], index: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the form for subclasses
         self.ranks = tuple(ranks)
-        self.members = range(len(ranks))
         self.index = index
-        self.sent_bytes = 0
+        self.sent_bytes = self.num_issued = 0
         self.network = network
 
     def __repr__(self) -> str:
@@ -127,8 +183,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         self.sent_bytes += call.sent_bytes
         return self.network.issue(self, call)
 
-    def _all(self, tensors: Sequence[Tensor]) -> dict[int, Sequence[Tensor]]:
-        return dict.fromkeys(self.members, tensors)
+    def _all(self, tensors: Sequence[Tensor]) -> _Tensors:
+        return dict.fromkeys(range(self.size()), tensors)
 
     def _root(self, name: str, opts: Any) -> int:
         root = int(opts.rootRank)
@@ -143,53 +199,50 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> SimulatedWork:
-        op = reduction_name(name, opts, tensors)
-        agreed = {"op": op, **traits(name, tensors)}
-        return self._issue(name, agreed, sends=self._all(tensors), op=op, reduced=tensors, value=tensors)
+        op = _reduction_name(name, opts, tensors)
+        agreed = {"op": op, **_traits(name, tensors)}
+        return self._issue(name, agreed, sends=self._all(tensors), value=tensors, op=op)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
-        op, root = reduction_name("reduce", opts, tensors), self._root("reduce", opts)
-        agreed = {"op": op, "root": root, **traits("reduce", tensors)}
-        into = {"op": op, "reduced": tensors} if self.rank() == root else {"undefined": tensors}
+        op, root = _reduction_name("reduce", opts, tensors), self._root("reduce", opts)
+        agreed = {"op": op, "root": root, **_traits("reduce", tensors)}
+        into: dict[str, Any] = {"op": op} if self.rank() == root else {"is_undefined": True}
         return self._issue("reduce", agreed, sends={root: tensors}, value=tensors, **into)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         root = self._root("broadcast", opts)
-        agreed = {"root": root, **traits("broadcast", tensors)}
+        agreed = {"root": root, **_traits("broadcast", tensors)}
         moves = {"sends": self._all(tensors)} if self.rank() == root else {"receives": {root: tensors}}
         return self._issue("broadcast", agreed, value=tensors, **moves)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
-        return self._all_gather("all_gather", outputs[0], inputs[0])
+        return self._gather("all_gather", outputs[0], inputs[0], self._all(inputs))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
-        return self._all_gather(
-            "all_gather_into_tensor", self._rows("all_gather_into_tensor", output, input), input
-        )
-
-    def _all_gather(self, name: str, outputs: list[Tensor], input: Tensor) -> SimulatedWork:
-        agreed = traits(name, [input])
-        check_alike(name, outputs, input, self.size())
-        receives = {source: [output] for source, output in enumerate(outputs)}
-        return self._issue(name, agreed, sends=self._all([input]), receives=receives, value=outputs)
+        name = "all_gather_into_tensor"
+        return self._gather(name, self._rows(name, output, input), input, self._all([input]))
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
         root = self._root("gather", opts)
-        agreed = {"root": root, **traits("gather", inputs)}
         mine = outputs[0] if self.rank() == root else []
-        if self.rank() == root:
-            check_alike("gather", mine, inputs[0], self.size())
-        receives = {source: [output] for source, output in enumerate(mine)}
-        return self._issue("gather", agreed, sends={root: inputs}, receives=receives, value=mine)
+        return self._gather("gather", mine, inputs[0], {root: inputs}, root=root)
+
+    def _gather(
+        self, name: str, outputs: list[Tensor], input: Tensor, sends: _Tensors, **agreed: int
+    ) -> SimulatedWork:
+        traits = _traits(name, [input])
+        if self.rank() in sends:
+            _check_alike(name, outputs, input, self.size())
+        return self._issue(name, agreed | traits, sends=sends, receives=_by_rank(outputs), value=outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
         root = self._root("scatter", opts)
-        agreed = {"root": root, **traits("scatter", outputs)}
+        agreed = {"root": root, **_traits("scatter", outputs)}
         mine = inputs[0] if self.rank() == root else []
         if self.rank() == root:
-            check_alike("scatter", mine, outputs[0], self.size())
-        sends = {destination: [tensor] for destination, tensor in enumerate(mine)}
-        return self._issue("scatter", agreed, sends=sends, receives={root: outputs}, value=outputs)
+            _check_alike("scatter", mine, outputs[0], self.size())
+        receives = {root: outputs}
+        return self._issue("scatter", agreed, sends=_by_rank(mine), receives=receives, value=outputs)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -201,11 +254,10 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._reduce_scatter("reduce_scatter_tensor", output, rows, opts)
 
     def _reduce_scatter(self, name: str, output: Tensor, inputs: list[Tensor], opts: Any) -> SimulatedWork:
-        op = reduction_name(name, opts, [output])
-        agreed = {"op": op, **traits(name, [output])}
-        check_alike(name, inputs, output, self.size())
-        sends = {destination: [tensor] for destination, tensor in enumerate(inputs)}
-        return self._issue(name, agreed, sends=sends, op=op, reduced=[output], value=[output])
+        op = _reduction_name(name, opts, [output])
+        agreed = {"op": op, **_traits(name, [output])}
+        _check_alike(name, inputs, output, self.size())
+        return self._issue(name, agreed, sends=_by_rank(inputs), value=[output], op=op)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
         return self._all_to_all("all_to_all", outputs, inputs, outputs)
@@ -228,19 +280,18 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         for tensors in (outputs, inputs):
             if len(tensors) != self.size():
                 raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {self.size()}")
-        traits(name, [*outputs, *inputs])
-        if any(overlap(output, input) for output in outputs for input in inputs):
+        _traits(name, [*outputs, *inputs])
+        if any(_overlap(output, input) for output in outputs for input in inputs):
             raise RuntimeError(f"{name}: output and input share memory; gloo computes nonsense then")
-        sends = {destination: [tensor] for destination, tensor in enumerate(inputs)}
-        receives = {source: [tensor] for source, tensor in enumerate(outputs)}
-        return self._issue(name, {"dtype": inputs[0].dtype}, sends=sends, receives=receives, value=value)
+        moves = {"sends": _by_rank(inputs), "receives": _by_rank(outputs)}
+        return self._issue(name, {"dtype": inputs[0].dtype}, value=value, **moves)
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         return self._issue("barrier", {})
 
     def _rows(self, name: str, whole: Tensor, part: Tensor) -> list[Tensor]:
         """Split `whole` into W views shaped like `part`; `whole` has them concatenated or stacked."""
-        traits(name, [whole])
+        _traits(name, [whole])
         if whole.numel() != self.size() * part.numel():
             raise RuntimeError(f"{name}: {list(whole.shape)} is not {self.size()} times {list(part.shape)}")
         return list(whole.view(self.size(), *part.shape).unbind())
@@ -259,8 +310,70 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
+def _by_rank(tensors: Sequence[Tensor]) -> _Tensors:
+    return {rank: [tensor] for rank, tensor in enumerate(tensors)}
+
+
+_REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_INTEGRAL = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+_COMPLEX = (torch.complex64, torch.complex128)
+
+
+def _traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the dtype and shapes of a call's tensors, to compare them across ranks.
+
+    Raises RuntimeError or ValueError for tensors that gloo or NCCL refuses.
+    """
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise RuntimeError(f"{name}: simulated ranks take dense tensors, got {tensor.layout}")
+        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        if not (tensor.is_contiguous() or channels_last):
+            raise ValueError(
+                f"{name}: tensors must be contiguous, got strides {tensor.stride()} of {list(tensor.shape)}"
+            )
+        accepted = _REAL + _INTEGRAL + (() if name == "gather" else _COMPLEX)
+        if tensor.dtype not in accepted:
+            raise RuntimeError(f"{name}: invalid scalar type {tensor.dtype}")
+    shapes = [list(tensor.shape) for tensor in tensors]
+    return {"dtype": tensors[0].dtype, "shape": shapes[0] if len(shapes) == 1 else shapes}
+
+
+def _reduction_name(name: str, opts: Any, tensors: Sequence[Tensor]) -> str:
+    """Return the name of the reduction in opts. Raises RuntimeError if gloo refuses it for these tensors."""
+    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    op_name = str(getattr(op, "op", op)).rpartition(".")[2]
+    integral = tensors[0].dtype in _INTEGRAL
+    if (
+        op_name not in REDUCTIONS
+        or (op_name == "AVG" and integral)
+        or (op_name in ("BAND", "BOR", "BXOR") and not integral)
+    ):
+        raise RuntimeError(f"{name}: cannot use ReduceOp.{op_name} with {tensors[0].dtype}")
+    return op_name
+
+
+def _check_alike(name: str, tensors: Sequence[Tensor], like: Tensor, world_size: int) -> None:
+    """Raise RuntimeError unless there is one tensor per rank, each with the shape and dtype of `like`."""
+    if len(tensors) != world_size:
+        raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {world_size}")
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            raise RuntimeError(
+                f"{name}: tensor {index} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} "
+                f"{list(like.shape)}"
+            )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two contiguous tensors share memory."""
+    first, second = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in (one, other))
+    return first[0] + first[1] > second[0] and second[1] > 0
+
+
 def _refuse(method: str) -> Callable[..., NoReturn]:
-    instead = "gloo has none either" if method in _NOT_OF_GLOO else "run with ranks='gloo'"
+    # torch 2.15 has gather_single, for NCCL.
+    instead = "gloo has none either" if method.startswith("gather_") else "run with ranks='gloo'"
 
     def refused(self: SimulatedProcessGroup, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(f"simulated ranks have no {method}: {instead}")
@@ -268,20 +381,7 @@ def _refuse(method: str) -> Callable[..., NoReturn]:
     return refused
 
 
-_NOT_OF_GLOO = ("gather_single", "gather_into_tensor")  # torch 2.15 has them, for NCCL
-for _method in (
-    *_NOT_OF_GLOO,
-    "send",
-    "recv",
-    "recv_anysource",
-    "monitored_barrier",
-    "allgather_coalesced",
-    "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "split_group",
-    "_start_coalescing",
-    "_end_coalescing",
-):
-    setattr(SimulatedProcessGroup, _method, _refuse(_method))
+_COMMUNICATES = re.compile("all|reduce|gather|scatter|cast|send|recv|barrier|coalescing|split_group")
+for _method in filter(_COMMUNICATES.search, dir(dist.ProcessGroup)):
+    if not hasattr(object, _method) and _method not in vars(SimulatedProcessGroup):
+        setattr(SimulatedProcessGroup, _method, _refuse(_method))

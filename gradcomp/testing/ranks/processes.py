@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -85,23 +86,20 @@ class Pool:
                 "ranks='gloo' sends the function and its arguments to other processes, which pickle refuses: "
                 f"{error}. Define the function and its arguments at the top level of a module"
             ) from error
-        with self._one_at_a_time:
-            try:
-                ranks = self._ready(world_size)
-                self._num_jobs += 1
-                store = ranks[0].stack.with_name(f"store-{self._num_jobs}")
-                for rank in ranks:
-                    rank.connection.send((world_size, str(store), timeout_s, payload))
-                outcomes = _collect(ranks, timeout_s)
-            except BaseException:
-                self.close()
-                raise
-            if _succeeded(ranks, outcomes):
-                return [outcomes[rank][1] for rank in ranks]
-            report = _report(ranks, outcomes)
-            if not all(rank in outcomes and rank.process.is_alive() for rank in ranks):
-                self.close()
-            raise RankError(report)
+        with self._one_at_a_time, ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            ranks = self._ready(world_size)
+            self._num_jobs += 1
+            store = ranks[0].stack.with_name(f"store-{self._num_jobs}")
+            for rank in ranks:
+                rank.connection.send((world_size, str(store), timeout_s, payload))
+            outcomes = _collect(ranks, timeout_s)
+            report = "" if _succeeded(ranks, outcomes) else _report(ranks, outcomes)
+            if all(rank in outcomes and rank.process.is_alive() for rank in ranks):
+                on_failure.pop_all()
+            if report:
+                raise RankError(report)
+            return [outcomes[rank][1] for rank in ranks]
 
     def _ready(self, world_size: int) -> list[_Rank]:
         if self._folder is None:

@@ -14,10 +14,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 
 import torch
 
@@ -50,80 +49,62 @@ def _owner(filename: str) -> str:
 def call_site() -> CallSite:
     """Find the calling line and, if it is in gradcomp or torch's hooks, the user's line that led to it."""
     lines: list[tuple[CodeType, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         owner = _owner(frame.f_code.co_filename)
         if owner == "user" or (owner == "library" and not lines):
-            lines.append((frame.f_code, frame.f_lineno))
+            lines.append((frame.f_code, line))
         if owner == "user":
             break
-        frame = frame.f_back
     return tuple(lines)
 
 
-def shown(site: CallSite, indent: str = "    ") -> str:
+def shown(site: CallSite) -> str:
     """Format the call site as text, one line per line of code: file:line, function and source."""
     return "\n".join(
-        f"{indent}{code.co_filename}:{line} in {code.co_name}: "
+        f"    {code.co_filename}:{line} in {code.co_name}: "
         f"{linecache.getline(code.co_filename, line).strip()}"
         for code, line in site
     )
-
-
-_this_thread = threading.local()  # .task: the task that it runs
 
 
 class _Stopped(BaseException):
     """The exception that unwinds a task when the run is over."""
 
 
-@dataclass(eq=False)
-class Task:
-    """A function that runs on a thread as one rank: the rank's main function, or a callback.
+class Task(threading.Thread):
+    """A function that runs as one rank on its own thread: the rank's main function, or a callback.
 
-    run: the function.
-    worker: the thread that runs it; None before it begins.
     until: while the task waits, the condition for which it waits.
     waits_for: the object for which it waits, as messages name it.
     site: the line at which it waits.
     """
 
-    rank: int
-    run: Callable[[], object]
-    worker: _Worker | None = None
-    until: Callable[[], bool] | None = None
-    waits_for: object = None
-    site: CallSite = ()
-
-    def is_ready(self) -> bool:
-        return self.until is None or self.until()
-
-
-Action = Callable[[], Task | None]
-
-
-class _Worker(threading.Thread):
-    """A thread that runs tasks one after another, each when it is scheduled."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        super().__init__(name="simulated rank", daemon=True)
-        self._scheduler = scheduler
-        self.task: Task | None = None
+    def __init__(self, scheduler: Scheduler, rank: int, function: Callable[[], object]) -> None:
+        super().__init__(name=f"simulated rank {rank}", daemon=True)
+        self._scheduler, self._function = scheduler, function
+        self.rank = rank
+        self.until: Callable[[], bool] | None = None
+        self.waits_for: object = None
+        self.site: CallSite = ()
         self.may_run = threading.Lock()  # the thread that ran before releases it
         self.may_run.acquire()
 
+    @property
+    def is_ready(self) -> bool:
+        return self.until is None or self.until()
+
     def run(self) -> None:
-        while True:
-            self.may_run.acquire()
-            if self.task is None:
-                return
-            _this_thread.task = self.task
-            self._scheduler.finish(self)
+        try:
+            self._function()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            text = f"rank {self.rank} raised {type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+            self._scheduler.fail(RankError(text))
+        self._scheduler.finish(self)
 
 
-def is_scheduled() -> bool:
-    """Return whether the calling thread runs a task of some scheduler."""
-    return hasattr(_this_thread, "task")
+Action = Callable[[], Task | None]
 
 
 class Scheduler:
@@ -142,10 +123,9 @@ class Scheduler:
         self._tasks: list[Task] = []
         self._pending: list[Action] = []
         self._running: Task | None = None
+        self._started: list[Task] = []
         self._failure: BaseException | None = None
         self._over = threading.Event()
-        self._workers: list[_Worker] = []
-        self._idle: list[_Worker] = []
 
     def run(self, timeout_s: float) -> None:
         """Run until every task has ended, and leave no thread behind.
@@ -162,9 +142,9 @@ class Scheduler:
         if self._failure is not None:
             raise self._failure
 
-    def add(self, rank: int, run: Callable[[], object]) -> Task:
+    def add(self, rank: int, function: Callable[[], object]) -> Task:
         """Add a task, which may be scheduled from now on."""
-        self._tasks.append(Task(rank, run))
+        self._tasks.append(Task(self, rank, function))
         return self._tasks[-1]
 
     def add_pending(self, action: Action) -> None:
@@ -173,20 +153,18 @@ class Scheduler:
 
     def running(self) -> Task | None:
         """Return the task of the calling thread, or None if it has none."""
-        task = getattr(_this_thread, "task", None)
-        return task if task is not None and task is self._running else None
+        return self._running if threading.current_thread() is self._running else None
 
     def pause(self, until: Callable[[], bool] | None = None, waits_for: object = None) -> None:
         """Let other tasks run. Return when `until()` holds and this task is scheduled again."""
         task = self._running
         assert task is not None
-        assert task.worker is not None
         if until is not None:
             task.until, task.waits_for, task.site = until, waits_for, call_site()
         following = self._next(task)
         if following is not task:
             self._switch_to(following)
-            task.worker.may_run.acquire()
+            task.may_run.acquire()
         task.until = None
         if self._failure is not None:
             raise _Stopped
@@ -196,26 +174,15 @@ class Scheduler:
         if self._failure is None:
             self._failure = failure
 
-    def finish(self, worker: _Worker) -> None:
-        """Run a worker's task to its end, then switch to the next one."""
-        task = worker.task
-        assert task is not None
-        try:
-            task.run()
-        except _Stopped:
-            pass
-        except BaseException as error:
-            text = f"rank {task.rank} raised {type(error).__name__}: {error}\n\n{traceback.format_exc()}"
-            self.fail(RankError(text))
+    def finish(self, task: Task) -> None:
+        """Switch from a task that has ended to the next one."""
         self._tasks.remove(task)
-        worker.task = None
-        self._idle.append(worker)
         self._switch_to(self._next())
 
     def _next(self, current: Task | None = None) -> Task | None:
         """Choose the task that runs next; None if all have ended."""
         while self._failure is None:
-            ready = [task for task in self._tasks if task.is_ready()]
+            ready = [task for task in self._tasks if task.is_ready]
             options: list[Task | Action] = [*self._pending, *ready]
             if not options:
                 if not self._tasks and not self._unfinished():
@@ -233,7 +200,7 @@ class Scheduler:
             if (task := chosen()) is not None:
                 return task
         # After a failure, resume the tasks that have begun, one by one, to unwind them.
-        self._tasks = [task for task in self._tasks if task.worker is not None]
+        self._tasks = [task for task in self._tasks if task.ident is not None]
         return current if current in self._tasks else next(iter(self._tasks), None)
 
     def _switch_to(self, task: Task | None) -> None:
@@ -242,32 +209,24 @@ class Scheduler:
             self._over.set()
             return
         self._become(task.rank)
-        if task.worker is None:
-            task.worker = self._idle.pop() if self._idle else self._start_worker()
-            task.worker.task = task
-        task.worker.may_run.release()
-
-    def _start_worker(self) -> _Worker:
-        worker = _Worker(self)
-        self._workers.append(worker)
-        worker.start()
-        return worker
+        if task.ident is None:
+            self._started.append(task)
+            task.start()
+        else:
+            task.may_run.release()
 
     def _end(self) -> None:
-        """End all threads.
+        """End all threads. One that doesn't pause is interrupted.
 
-        A thread that does not pause is interrupted. Python can't interrupt a thread that is blocked in C++:
-        then that thread stays as a daemon, and so do the threads that wait to be scheduled.
+        Python can't interrupt a thread that is blocked in C++: it stays as a daemon, and so do the others.
         """
-        running = self._running
-        if not self._over.wait(1) and running is not None and running.worker is not None:
-            thread = ctypes.c_ulong(running.worker.ident or 0)
+        if not self._over.wait(1) and self._running is not None:
+            thread = ctypes.c_ulong(self._running.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Stopped))
             self._over.wait(1)
         if self._over.is_set():
-            for worker in self._workers:
-                worker.may_run.release()
-                worker.join()
+            for task in self._started:
+                task.join()
 
     def _deadlock(self) -> str:
         waiting = [
@@ -280,7 +239,7 @@ class Scheduler:
     def _stacks(self) -> str:
         frames = sys._current_frames()
         return "\n".join(
-            f"rank {task.rank}:\n{''.join(traceback.format_stack(frames[task.worker.ident or 0]))}"
+            f"rank {task.rank}:\n{''.join(traceback.format_stack(frames[task.ident or 0]))}"
             for task in list(self._tasks)
-            if task.worker is not None and task.worker.ident in frames
+            if task.ident in frames
         )

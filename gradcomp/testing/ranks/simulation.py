@@ -16,12 +16,8 @@ the run ends with an error that names the lines.
 
 With CUDA tensors, each collective synchronizes the device: values are checked, the order of streams is not.
 torch's DistributedDataParallel waits in C++, where no other rank can be scheduled. Simulate gradcomp's, which
-waits in Python.
-
-torch's threads with process groups (torch.testing._internal.distributed.multi_threaded_pg) serve another
-purpose. There, every collective blocks until all threads have issued it, so no collective is ever in flight;
-a thread joins whichever collective its group has open, even if it called another one; and a missing rank
-leaves the others waiting.
+waits in Python. Unlike here, no collective is ever in flight between torch's own threads with process groups
+(torch.testing._internal.distributed.multi_threaded_pg), and mismatches pass there.
 """
 
 from __future__ import annotations
@@ -29,50 +25,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradcomp.testing.ranks import c10d
-from gradcomp.testing.ranks.collectives import SimulatedProcessGroup, SimulatedWork
+from gradcomp.testing.ranks.collectives import REDUCTIONS, Call, SimulatedProcessGroup, SimulatedWork
 from gradcomp.testing.ranks.scheduler import (
-    CallSite,
     CollectiveMismatch,
     RankError,
     Scheduler,
     Task,
     call_site,
-    is_scheduled,
     shown,
 )
-from gradcomp.testing.ranks.transfer import Call, shape_mismatch, transfer
 
 _one_at_a_time = threading.Lock()  # a simulation exchanges the process's default group
 _first_names = count(1_000_000, 1_000_000)
-
-
-@dataclass(eq=False)
-class _Issued:
-    """A collective as one rank issued it, and the line that issued it."""
-
-    work: SimulatedWork
-    site: CallSite
-
-
-@dataclass(eq=False)
-class _Group:
-    """The state of a group, for all its ranks.
-
-    num_issued: by member, the number of collectives that the member has issued.
-    open: by index in the group, then by member, the collectives that some members have yet to issue.
-    """
-
-    num_issued: list[int]
-    open: dict[int, dict[int, _Issued]] = field(default_factory=dict)
 
 
 class Simulation:
@@ -85,7 +58,8 @@ class Simulation:
         groups = [SimulatedProcessGroup(self, rank, ranks, 0) for rank in ranks]
         self._worlds = [c10d.new_world(group, ranks, next(_first_names)) for group in groups]
         self._identity = c10d.Identity(self._worlds)
-        self._groups: dict[tuple[tuple[int, ...], int], _Group] = {}
+        # Collectives that some members have yet to issue: by group and place in its sequence, then by member.
+        self._open: dict[tuple[tuple[int, ...], int, int], dict[int, SimulatedWork]] = {}
         self._scheduler = Scheduler(schedule, self._identity.become, self._unfinished)
         self._results: list[Any] = [None] * world_size
         for rank in ranks:
@@ -94,7 +68,8 @@ class Simulation:
     def run(self, timeout_s: float) -> list[Any]:
         """Run the ranks to their end, and return their results by rank. Raises RankError."""
         with ExitStack() as stack:
-            if not is_scheduled():  # else this is a rank of another simulation, which holds the lock
+            # A rank of another simulation runs this while that simulation holds the lock.
+            if not isinstance(threading.current_thread(), Task):
                 stack.enter_context(_one_at_a_time)
             stack.enter_context(self._identity)
             stack.enter_context(c10d.waiting_by(self._pause_for))
@@ -107,20 +82,18 @@ class Simulation:
     def issue(self, group: SimulatedProcessGroup, call: Call) -> SimulatedWork:
         """Issue the running rank's next collective in this group. Other ranks may run before it returns."""
         task = self._task(call.name)
-        rank = group.rank()
-        shared = self._groups.setdefault((group.ranks, group.index), _Group([0] * group.size()))
-        index = shared.num_issued[rank]
-        shared.num_issued[rank] += 1
-        work = SimulatedWork(self, task.rank, call, group, index)
-        members = shared.open.setdefault(index, {})
-        members[rank] = _Issued(work, call_site())
-        first = next(iter(members.values())).work.call
+        place = f"collective {group.num_issued} of the group {list(group.ranks)}"
+        key = (group.ranks, group.index, group.num_issued)
+        group.num_issued += 1
+        members = self._open.setdefault(key, {})
+        members[group.rank()] = work = SimulatedWork(self, task.rank, call, place, call_site())
+        first = next(iter(members.values())).call
         if (first.name, first.agreed) != (call.name, call.agreed):
             self._scheduler.fail(_mismatch(f"ranks disagree on {work.place}", members))
         elif len(members) == group.size():
-            del shared.open[index]
-            works = [members[member].work for member in range(group.size())]
-            if problem := shape_mismatch([work.call for work in works]):
+            del self._open[key]
+            works = [members[member] for member in range(group.size())]
+            if problem := _shape_mismatch([work.call for work in works]):
                 self._scheduler.fail(_mismatch(f"{work.place}: {problem}", members))
             self._scheduler.add_pending(partial(self._carry_out, works))
         self._scheduler.pause()
@@ -145,7 +118,7 @@ class Simulation:
 
     def _carry_out(self, works: list[SimulatedWork]) -> None:
         try:
-            transfer([work.call for work in works])
+            _transfer([work.call for work in works])
         except Exception as error:
             self._scheduler.fail(RankError(f"{works[0]}: {error}"))
         for work in works:
@@ -161,24 +134,72 @@ class Simulation:
 
     def _unfinished(self) -> list[str]:
         lines = []
-        for (ranks, _), group in self._groups.items():
-            for members in group.open.values():
-                missing = [rank for member, rank in enumerate(ranks) if member not in members]
-                place = next(iter(members.values())).work.place
-                lines.append(f"{place} was not issued by rank {', '.join(map(str, missing))}, but by")
-                lines += _issuers(members)
+        for (ranks, *_), members in self._open.items():
+            missing = [rank for member, rank in enumerate(ranks) if member not in members]
+            place = next(iter(members.values())).place
+            lines.append(f"{place} was not issued by rank {', '.join(map(str, missing))}, but by")
+            lines += _issuers(members)
         return lines
 
 
-def _mismatch(problem: str, members: dict[int, _Issued]) -> CollectiveMismatch:
+def _transfer(calls: Sequence[Call]) -> None:
+    """Carry out a collective: one call per rank, in rank order.
+
+    Reductions add up in rank order, in the tensors' dtype. With two ranks they have gloo's bits; with more
+    they are equal to gloo's up to rounding. MIN and MAX ignore a NaN unless it is rank 0's. gloo's ignore a
+    NaN of one rank or another.
+    """
+    devices = set().union(*(call.devices for call in calls))
+    for device in devices:  # the order of streams is not simulated
+        torch.cuda.synchronize(device)
+    with torch.no_grad():
+        writes: list[tuple[Tensor, Tensor]] = []
+        totals: dict[tuple[int, ...], Tensor] = {}
+        for rank, call in enumerate(calls):
+            for source, outputs in call.receives.items():
+                writes += zip(outputs, calls[source].sends[rank], strict=True)
+            if call.op:
+                for output, *terms in zip(call.value, *(peer.sends[rank] for peer in calls), strict=True):
+                    key = tuple(map(id, terms))  # an all-reduce has one sum for all ranks
+                    if key not in totals:
+                        totals[key] = _reduce(call.op, terms)
+                    writes.append((output, totals[key]))
+            for output in call.value if call.is_undefined else ():
+                real = output.is_floating_point() or output.is_complex()
+                writes.append((output, output.new_full((), float("nan") if real else 0)))
+        for output, value in writes:
+            output.detach().copy_(value)  # autograd does not see collectives
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def _shape_mismatch(calls: Sequence[Call]) -> str | None:
+    """Describe the first tensors that have other shapes than their receiver expects; None if all agree.
+
+    The calls' names and agreed arguments must be equal already.
+    """
+    for rank, call in enumerate(calls):
+        for source, outputs in call.receives.items():
+            sent = [list(t.shape) for t in calls[source].sends[rank]]
+            expected = [list(t.shape) for t in outputs]
+            if sent != expected:
+                return f"rank {source} sends {sent} to rank {rank}, which expects {expected}"
+    return None
+
+
+def _reduce(op: str, terms: Sequence[Tensor]) -> Tensor:
+    total = reduce(REDUCTIONS[op], terms)
+    if op == "AVG":
+        return total / len(terms)
+    return total if len(terms) > 1 else total.clone()
+
+
+def _mismatch(problem: str, members: dict[int, SimulatedWork]) -> CollectiveMismatch:
     return CollectiveMismatch("\n".join([problem, *_issuers(members)]))
 
 
-def _issuers(members: dict[int, _Issued]) -> list[str]:
-    return [
-        f"  rank {issued.work.rank}: {issued.work.call}\n{shown(issued.site)}"
-        for _, issued in sorted(members.items())
-    ]
+def _issuers(members: dict[int, SimulatedWork]) -> list[str]:
+    return [f"  rank {work.rank}: {work.call}\n{shown(work.site)}" for _, work in sorted(members.items())]
 
 
 def _new_group(ranks: Sequence[int]) -> SimulatedProcessGroup:

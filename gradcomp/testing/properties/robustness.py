@@ -1,0 +1,265 @@
+"""Properties of any hook: all ranks finish, with equal and finite outputs, and nothing else changes them.
+
+Outputs are also compared between runs: with other schedules, scales, orders of ranks and buckets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradcomp.comm.bucket import Hook
+from gradcomp.testing.claims import Claims
+from gradcomp.testing.properties.subject import (
+    NonFiniteFailure,
+    PropertyFailure,
+    Subject,
+    property_of,
+    require_close,
+    require_close_in_norm,
+    require_finite,
+    require_same,
+)
+from gradcomp.testing.ranks import RankError
+from gradcomp.testing.run import Output
+from gradcomp.testing.workload import Poison, Workload
+
+SCHEDULES = (0, 1, 2, 3)
+# The number of steps that are run after one with inf or NaN.
+AFTERWARDS = 2
+# Through rounding alone, outputs of a lossy hook may differ by √u times the gradients' norm, half of the
+# digits: rounding rotates the span of an ill-conditioned P, though only towards directions of small norm.
+HALF_OF_THE_DIGITS = 0.5
+
+
+@property_of(workloads=lambda drawn: [drawn.any(extra_steps=2), drawn.rearranged()], explains=(RankError,))
+def completes(subject: Subject, workload: Workload) -> None:
+    """All ranks finish all steps, with all buckets in flight, whenever collectives complete.
+
+    No rank raises, none waits for ever, and DDP accepts the hook's signature. Process groups match
+    collectives only by the order in which each rank issues them (PyTorch DDP design note; c10d). So this
+    order must not depend on the time at which a callback runs. The property runs four schedules of simulated
+    ranks, or once on gloo.
+    """
+    if refused := _refused_signature(subject.hook):
+        raise PropertyFailure(f"DDP's register_comm_hook refuses the hook: {refused}")
+    for schedule in SCHEDULES if subject.ranks == "simulated" else SCHEDULES[:1]:
+        try:
+            subject.run(workload, schedule=schedule)
+        except RankError as error:
+            raise PropertyFailure(f"schedule {schedule}: {error}") from error
+
+
+def _refused_signature(hook: Hook) -> str:
+    """Return the reason why torch's DDP refuses a hook's signature, or "" if it doesn't."""
+    signature = inspect.signature(hook)
+    if "bucket" not in signature.parameters:
+        return f"its second parameter must be called bucket; its signature is {signature}"
+    expected = {
+        "its bucket's annotation": (signature.parameters["bucket"].annotation, dist.GradBucket),
+        "its result's annotation": (signature.return_annotation, torch.futures.Future[torch.Tensor]),
+    }
+    for what, (annotation, type_) in expected.items():
+        if annotation not in (inspect.Signature.empty, type_):
+            # `from __future__ import annotations` turns an annotation into a string.
+            return f"{what} is {annotation!r}, but must be {type_} or left out"
+    return ""
+
+
+@property_of(listed=lambda drawn: drawn.long())
+def replicas_identical(subject: Subject, workload: Workload) -> None:
+    """Every rank has rank 0's outputs, element by element; otherwise the model's replicas diverge."""
+    run = subject.run(workload)
+    for output in run.each_output():
+        require_same(output, run.outputs[output.step][0][output.index], output.average, "as on rank 0")
+
+
+@property_of(measure="up to", explains=(NonFiniteFailure,))
+def finite_in_finite_out(subject: Subject, workload: Workload) -> Iterator[float]:
+    """Outputs of finite gradients are finite while the ranks' mean |gradient| ≤ claims.max_magnitude.
+
+    The limit is for the mean because the dtype on the wire must hold the mean, but not a single rank's
+    gradient. The workload is run unchanged. Then it is run for two compressed steps, multiplied by the power
+    of two that takes it to the limit.
+
+    Yields the largest mean |gradient| of the second run; nothing for a workload beyond the limit.
+    """
+    claims = subject.claims
+    limit = claims.limit(workload.dtype)
+    if _largest(workload) > limit:
+        return
+    subject.finite_run(workload)
+    edge = replace(workload, steps=min(claims.start + 2, workload.steps), zero_steps=0)
+    headroom = min(limit / max(_largest(edge), 1e-300), 2.0**1000)
+    edge = replace(edge, log2_factor=workload.log2_factor + math.frexp(headroom)[1] - 1)
+    while not math.isfinite(_largest(edge)):  # a rank's gradient may be larger than the mean
+        edge = replace(edge, log2_factor=edge.log2_factor - 1)
+    try:
+        subject.finite_run(edge)
+    except NonFiniteFailure as error:
+        raise NonFiniteFailure(
+            f"{error}, with log2_factor={edge.log2_factor}: the ranks' mean |gradient| is at most "
+            f"{_largest(edge):.6g} then, of {limit:.6g} claimed"
+        ) from None
+    yield _largest(edge)
+
+
+def _largest(workload: Workload) -> float:
+    """Compute the largest element of the ranks' mean |gradient| in any step."""
+    means = [t.abs().mean(0) for step in range(workload.steps) for t in workload.stacked(step)]
+    return max((float(mean.max()) for mean in means if mean.numel()), default=0.0)
+
+
+@property_of(workloads=lambda drawn: [drawn.poisoned()], listed=lambda drawn: drawn.every_poison())
+def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
+    """An inf or NaN on one rank leads to inf or NaN in its bucket's outputs on every rank, in that step only.
+
+    So torch.amp's GradScaler, which checks every rank's own gradients, skips the step on all ranks or on
+    none. Outputs of later steps, and errors in the state, are finite again. The value is the workload's
+    poison; by default inf on the last rank in the first compressed step.
+    """
+    claims = subject.claims
+    poison = workload.poison or (claims.start, workload.world_size - 1, 0, math.inf)
+    steps = max(workload.steps, poison[0] + 1 + AFTERWARDS)
+    poisoned = replace(workload, poison=poison, zero_steps=0, steps=steps)
+    try:
+        _require_seen_and_gone(subject, poisoned, poison)
+    except PropertyFailure:
+        subject.finite_run(replace(poisoned, poison=None))  # if this raises, the poison is not the cause
+        raise
+
+
+def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison) -> None:
+    step, source, index, value = poison
+    try:
+        run = subject.run(workload, errors_of=subject.claims.errors_of)
+    except RankError as error:
+        raise PropertyFailure(f"with {value} in step {step}: {error}") from error
+    indices = workload.buckets[workload.bucket_of(index)]
+    for rank, outputs in enumerate(run.outputs[step]):
+        if all(bool(outputs[n].isfinite().all()) for n in indices):
+            raise PropertyFailure(
+                f"{Output(workload, step, rank, index, outputs[index])}: expected inf or NaN somewhere "
+                f"in its bucket, as rank {source} has {value} there; got finite averages"
+            )
+    # Not NonFiniteFailures, as the poisoned gradients aren't finite.
+    for what, tensors in (("", run.outputs), ("errors in the state: ", run.errors)):
+        try:
+            require_finite(replace(run, outputs=tensors), step + 1)
+        except PropertyFailure as error:
+            raise PropertyFailure(f"{what}{error} after {workload.poison}") from None
+
+
+@property_of()
+def deterministic(subject: Subject, workload: Workload) -> None:
+    """A second run has the same bits, although its collectives complete at other times.
+
+    On simulated ranks, torch's generator has the same state in both runs.
+    """
+    run = subject.run(workload)
+    again = subject.run(workload, schedule=1)
+    for first, second in zip(run.each_output(), again.each_output(), strict=True):
+        require_same(second, first.average, second.average, "the first run's")
+
+
+@property_of(
+    lambda claims: "" if claims.scale_equivariant else "not equivariant", measure="difference / tolerance ≤"
+)
+def scale_equivariant(subject: Subject, workload: Workload) -> Iterator[float]:
+    """Multiplying gradients by a power of two multiplies the outputs by it.
+
+    C(2^k M) = 2^k C(M), for 2^4 and 2^-4. If claims.scale_equivariant is "bitwise", both sides have the same
+    bits, like floating-point sums without overflow and underflow. Otherwise they are equal within twice the
+    tolerance of averages; for a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖.
+
+    Yields difference / allowed difference.
+    """
+    run = subject.finite_run(workload)
+    for power in (4, -4):
+        scaled = replace(workload, log2_factor=workload.log2_factor + power)
+        outputs = zip(run.each_output(), subject.finite_run(scaled).each_output(), strict=True)
+        for output, other in outputs:
+            back = other.average.double() * 2.0**-power
+            whose = f"the output without the factor 2^{power}"
+            if subject.claims.scale_equivariant == "bitwise":
+                require_same(output, output.average.double(), back, whose)
+                yield 0.0
+            else:
+                underflows = 2.0 ** max(0, -power)
+                yield _difference(subject.claims, output, output.average, back, whose, underflows)
+
+
+@property_of(
+    lambda claims: "" if claims.rank_symmetric else "not symmetric", measure="difference / tolerance ≤"
+)
+def rank_permutation(subject: Subject, workload: Workload) -> Iterator[float]:
+    """The outputs don't depend on which rank has which gradients.
+
+    With the ranks in reverse order the outputs are equal within twice the tolerance of averages, as the sums
+    have another order. For a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖, and the steps after the first
+    compressed one are not compared: rounding errors grow in them, as in any iteration.
+
+    Yields difference / allowed difference.
+    """
+    order = workload.order or tuple(range(workload.world_size))
+    return _differences(subject, workload, order=order[::-1])
+
+
+@property_of(
+    lambda claims: "" if claims.bucket_insensitive else "depends on buckets",
+    measure="difference / tolerance ≤",
+)
+def bucket_insensitive(subject: Subject, workload: Workload) -> Iterator[float]:
+    """The outputs don't depend on the assignment of tensors to buckets.
+
+    With all tensors in one bucket, or each in its own, the outputs are equal within twice the tolerance of
+    averages. For a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖, up to its first compressed step.
+
+    Yields difference / allowed difference.
+    """
+    indices = range(len(workload.shapes))
+    each_alone = tuple((index,) for index in reversed(indices))
+    for buckets in ((tuple(indices),), each_alone):
+        yield from _differences(subject, workload, buckets=buckets)
+
+
+def _differences(subject: Subject, workload: Workload, **change: Any) -> Iterator[float]:
+    """Yield difference / allowed difference of runs with and without a change of the workload.
+
+    For a lossy hook the runs end with the first compressed step.
+    """
+    if subject.claims.is_lossy:
+        workload = replace(workload, steps=subject.claims.start + 1, zero_steps=0)
+    run, other = subject.finite_run(workload), subject.finite_run(replace(workload, **change))
+    whose = f"the output of {workload}"
+    for expected, got in zip(run.each_output(), other.each_output(), strict=True):
+        yield _difference(subject.claims, got, expected.average, got.average, whose)
+
+
+def _difference(
+    claims: Claims, output: Output, expected: Tensor, got: Tensor, whose: str, underflows: float = 1.0
+) -> float:
+    """Compute the difference / allowed difference of two outputs that should be equal.
+
+    output: the place of the outputs.
+    underflows: multiplies the tolerance's absolute part.
+
+    Raises PropertyFailure if the result is above 1.
+    """
+    workload, step, index = output.workload, output.step, output.index
+    tolerance = claims.tolerance_in(workload.dtype)
+    if tolerance is not None:
+        if tolerance.of == "bucket":  # the largest element of a bucket depends on the buckets
+            workload = replace(workload, buckets=())
+        tolerance = replace(tolerance, absolute=tolerance.absolute * underflows)
+        return require_close(output, expected, got, 2 * tolerance.allowed(workload, step, index), whose)
+    half = claims.unit_roundoff(workload.dtype) ** HALF_OF_THE_DIGITS
+    allowed = half * workload.norm(step, index) + 2 * underflows * claims.underflow(workload, index)
+    return require_close_in_norm(output, expected, got, allowed, whose)
