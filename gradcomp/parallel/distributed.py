@@ -12,22 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel as TorchsDDP
+from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.process_group import Operation
 from gradcomp.hooks import default_hooks
-from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced, errors
-from gradcomp.reducer.autograd import not_compiled
+from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
+from gradcomp.reducer.autograd import listed, not_compiled
 
-from .arguments import check_hook, check_module, group_of, refuse, synchronizes_buffers, warn_of_deprecated
 from .module import (
-    buffers_of,
-    graphs_end_with_buckets,
+    check_hook,
+    check_module,
+    group_of,
     named_parameters,
-    parameters_of,
+    refuse,
     require_same_buffers,
     sparse_weights,
+    synchronizes_buffers,
     through_sink,
     to_device,
+    warn_of_deprecated,
 )
 
 
@@ -135,9 +139,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
         """Name the parameters and buffers that the wrapper must leave alone."""
-        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            module, params_and_buffers_to_ignore
-        )
+        TorchsDDP._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
 
     def _make_reducer(self, verify: bool) -> None:
         caps = {} if self.bucket_cap_mb is None else dict.fromkeys(
@@ -153,6 +155,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             verify=verify,
             **caps,
         )
+        self._compilers_view = _CompilersView(self.reducer.communicator.caps_bytes[1])
         self._broadcast_buffers = RepeatedBroadcast()
         self._divisor: int | None = None  # of join(), where ranks may have run out of input
         self._has_run = False
@@ -178,39 +181,39 @@ class DistributedDataParallel(nn.Module, Joinable):
             if self.device_ids:
                 device = torch.device(self.device_type, self.device_ids[0])
                 inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
-            with graphs_end_with_buckets(self.reducer.communicator.caps_bytes[1]):
+            holder: Any = TorchsDDP
+            before = getattr(holder, "_active_ddp_module", None)  # of a wrapper around this one
+            holder._active_ddp_module = self._compilers_view
+            try:
                 outputs = self.module(*inputs, **kwargs)
-            return self._after_forward(outputs)
+            finally:
+                holder._active_ddp_module = before
+            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+            self.require_forward_param_sync = is_synced
+            if is_synced:
+                if self.find_unused_parameters and not self.static_graph:
+                    outputs = through_sink(outputs)
+                self.reducer.prepare_for_backward(outputs, self._divisor)
+            elif torch.is_grad_enabled():
+                self.reducer.expect_accumulation()
+            return outputs
 
     def _before_forward(self) -> None:
         self._has_run = True
         if torch.is_grad_enabled():
-            self.reducer.expect_finished()
-            self.reducer.detach_optimizers()
+            self.reducer.before_forward()
         work = Join.notify_join_context(self)
         self._divisor = None
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
             # The host waits, as in torch's wrapper, for the number of ranks that still have input.
             self._divisor = int(work.get_future().wait()[0].item())
-        if buffers := self.buffers_before_forward():
+        is_uneven = self._join_config.enable
+        if self.require_forward_param_sync and self.forward_sync_buffers and (buffers := self._own_buffers()):
             # Rank 0's buffers. In join(), the buffers of the highest rank that still has input.
-            is_uneven = self._join_config.enable
-            src = _highest_rank(self.process_group, self.device, True) if is_uneven else 0
-            self.sync_buffers(buffers, src)
-        if self._join_config.enable:
-            _will_average(self.process_group, self.device, self.require_backward_grad_sync)
-
-    def _after_forward(self, outputs: Any) -> Any:
-        is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.require_forward_param_sync = is_synced
-        if is_synced:
-            if self.find_unused_parameters and not self.static_graph:
-                outputs = through_sink(outputs)
-            self.reducer.prepare_for_backward(outputs, self._divisor)
-        elif torch.is_grad_enabled():
-            self.reducer.expect_accumulation()
-        return outputs
+            self._sync_buffers(buffers, _highest_rank(self, True) if is_uneven else 0)
+        if is_uneven:
+            _will_average(self, self.require_backward_grad_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -267,15 +270,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Copy the parameters, with `buffers` also the buffers, of the group's rank src to all its ranks."""
         states = [param for _, param in named_parameters(self.module, self.parameters_to_ignore)]
         if buffers:
-            states += buffers_of(self.module, self.parameters_to_ignore)
+            states += self._own_buffers()
         broadcast_coalesced(states, src, self.process_group)
 
-    def buffers_before_forward(self) -> list[torch.Tensor]:
-        """Return the buffers that the next forward synchronizes."""
-        is_synced = self.require_forward_param_sync and self.forward_sync_buffers
-        return buffers_of(self.module, self.parameters_to_ignore) if is_synced else []
+    def _own_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers to synchronize, found again every time: a module may replace buffers."""
+        if ignored := self.parameters_to_ignore:
+            return [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
+        # Without their names, which take most of Module.buffers()'s time.
+        unique = {id(buffer): buffer for each in self.module.modules() for buffer in each._buffers.values()}
+        return [buffer for buffer in unique.values() if buffer is not None]
 
-    def sync_buffers(self, buffers: list[torch.Tensor], src: int) -> None:
+    def _sync_buffers(self, buffers: list[torch.Tensor], src: int) -> None:
         """Copy the buffers of the group's rank src to all its ranks."""
         # A forward before this one may still need them for its backward.
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
@@ -353,9 +359,18 @@ class _WrappersReducer(Reducer):
         self._known = {id(param): param for param in [*self._params, *left_alone]}
         self._stepping: list[torch.Tensor] = []
 
-    def detach_optimizers(self) -> None:
-        """Keep optimizers from stepping in backward, also those attached since the last call."""
-        self._stepping = [param for param in self._params if hasattr(param, "_in_backward_optimizers")]
+    def before_forward(self) -> None:
+        """Raise RuntimeError if the last backward did not reach all parameters.
+
+        Keep optimizers from stepping in the next one, also those attached since the last call.
+        """
+        if self._step is not None:
+            self.expect_finished()
+        watch = self._steps_in_backward
+        if watch.num_hooks != RemovableHandle.next_id:
+            watch.look()
+        watched = [self._params[index] for index in watch.handles]
+        self._stepping = [param for param in watched if hasattr(param, "_in_backward_optimizers")]
         if self._stepping:
             from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
@@ -365,21 +380,43 @@ class _WrappersReducer(Reducer):
 
     def _after_backward(self, is_averaged: bool) -> None:
         ddp = self._ddp()
-        if ddp is not None and any(map(self._is_left_out, parameters_of(ddp.module))):
-            named = ddp.module.named_parameters()
-            names = [name for name, param in named if name not in self._ignored and self._is_left_out(param)]
-            if names:
-                raise RuntimeError(errors.not_averaged_parameters(names))
+        # Without parameters' names, which take most of Module.parameters()'s time.
+        modules = () if ddp is None else ddp.module.modules()
+        if left_out := [
+            id(param)
+            for module in modules
+            for param in module._parameters.values()
+            if id(param) not in self._known
+            and param is not None
+            and (param.requires_grad and param.is_leaf and param.grad is not None)
+        ]:
+            named = named_parameters(ddp.module, self._ignored)  # type: ignore[union-attr]
+            if names := [name for name, param in named if id(param) in left_out]:
+                raise RuntimeError(
+                    f"{listed(names)} not averaged, and have gradients of this rank's own: they were added, "
+                    "replaced or unfrozen (requires_grad_, load_state_dict(assign=True), a new layer) after "
+                    "the module was wrapped. Wrap the module again after such a change; for parameters that "
+                    "are meant to stay each rank's own, call DistributedDataParallel."
+                    "_set_params_and_buffers_to_ignore_for_model(module, names) before"
+                )
         if is_averaged:
             for param in self._stepping:
                 for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
                     optimizer.step()
                 param.grad = None
 
-    def _is_left_out(self, param: torch.Tensor) -> bool:
-        return (
-            id(param) not in self._known and param.requires_grad and param.is_leaf and param.grad is not None
-        )
+
+class _CompilersView:
+    """The attribute that torch.compile reads of the wrapper whose forward is running: a bucket's bytes.
+
+    A compiled graph is one node of autograd: all its gradients come when its backward ends. So torch.compile
+    cuts graphs where a bucket is full, in the forward of torch's wrapper
+    (torch._dynamo.backends.distributed.DDPOptimizer). It finds the wrapper in a class attribute.
+    """
+
+    def __init__(self, cap_bytes: float):
+        # The first graph's cap is torch's for the first bucket, and may not be larger than the others'.
+        self.bucket_bytes_cap = max(int(cap_bytes), dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
 class _WrappersJoinHook(JoinHook):
@@ -390,28 +427,28 @@ class _WrappersJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self.ddp
-        if buffers := ddp.buffers_before_forward():
-            ddp.sync_buffers(buffers, _highest_rank(ddp.process_group, ddp.device, is_candidate=False))
-        ddp.require_forward_param_sync = bool(_will_average(ddp.process_group, ddp.device, False).item())
+        if ddp.require_forward_param_sync and ddp.forward_sync_buffers and (buffers := ddp._own_buffers()):
+            ddp._sync_buffers(buffers, _highest_rank(ddp, is_candidate=False))
+        ddp.require_forward_param_sync = bool(_will_average(ddp, False).item())
         if ddp.require_forward_param_sync:
             ddp.reducer.join_with_zeros()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        src = _highest_rank(self.ddp.process_group, self.ddp.device, is_last_joiner)
-        self.ddp.sync_module(src, self.ddp.forward_sync_buffers)
+        self.ddp.sync_module(_highest_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
 
 
-def _highest_rank(group: dist.ProcessGroup, device: torch.device, is_candidate: bool) -> int:
+def _highest_rank(ddp: DistributedDataParallel, is_candidate: bool) -> int:
     """Return the highest rank that is a candidate, on every rank. The host waits."""
-    rank = torch.tensor([group.rank() if is_candidate else -1], device=device)
+    group = ddp.process_group
+    rank = torch.tensor([group.rank() if is_candidate else -1], device=ddp.device)
     with Operation.of("find a rank that has input", group):
         dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
     return int(rank.item())
 
 
-def _will_average(group: dist.ProcessGroup, device: torch.device, mine: bool) -> torch.Tensor:
+def _will_average(ddp: DistributedDataParallel, mine: bool) -> torch.Tensor:
     """Return a tensor: the number of ranks that average their next backward. The host does not wait."""
-    flag = torch.full((1,), int(mine), device=device)
-    with Operation.of("tell the other ranks whether this one averages its next backward", group):
-        dist.all_reduce(flag, group=group)
+    flag = torch.full((1,), int(mine), device=ddp.device)
+    with Operation.of("tell the other ranks whether this one averages its next backward", ddp.process_group):
+        dist.all_reduce(flag, group=ddp.process_group)
     return flag
