@@ -13,10 +13,8 @@ Sources: McMahan et al., "Communication-Efficient Learning of Deep Networks from
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -34,16 +32,8 @@ from .rules import COUNT, described
 
 __all__ = ["LocalSteps"]
 
-_KEYS = (
-    "every",
-    "num_steps",
-    "num_since",
-    "num_exchanges",
-    "common",
-    "outer_optimizer",
-    "hook_state",
-    "under_way",
-)
+_COUNTS = ("num_steps", "num_since", "num_exchanges")
+_KEYS = ("every", *_COUNTS, "common", "outer_optimizer", "hook_state", "under_way")
 
 
 @dataclass
@@ -146,15 +136,11 @@ class LocalSteps:
             "Give every rank the same model, hook and numbers",
         )
         with torch.no_grad():
-            broadcast_coalesced([each.detach() for each in self._tensors_of(model)], 0, group)
+            broadcast_coalesced([*model.parameters(), *model.buffers()], 0, group)
             self._common = [each.detach().clone() for each in self._weights]
         self._fragments = _divided([each.numel() for each in self._weights], fragments)
         self._num_steps = self._num_since = self._num_exchanges = 0
         self._under_way: _Exchange | None = None
-
-    @staticmethod
-    def _tensors_of(model: nn.Module) -> Iterable[torch.Tensor]:
-        return chain(model.parameters(), model.buffers())
 
     @property
     def every(self) -> int:
@@ -186,8 +172,7 @@ class LocalSteps:
         Call it on every rank. The weights must be equal on all ranks.
         """
         self._under_way, self._num_since = None, 0
-        for before, now in zip(self._common, self._weights, strict=True):
-            before.copy_(now.detach())
+        torch._foreach_copy_(self._common, self._weights)
 
     @torch.no_grad()
     def join(self) -> None:
@@ -208,21 +193,17 @@ class LocalSteps:
 
         is_active: False if this rank has nothing more to give.
         """
-        num_active = ReducedValues(
-            "count the ranks that still train by local steps",
-            [float(is_active)],
-            [self._group],
-            self._device,
-            dist.ReduceOp.SUM,
-        )
+        what = "count the ranks that still train by local steps"
+        given = [float(is_active)]
+        num_active = ReducedValues(what, given, [self._group], self._device, dist.ReduceOp.SUM)
         if not is_active and not num_active.wait()[0]:
             return False
         fragment = self._num_exchanges % len(self._fragments)
         self._num_exchanges += 1
         where = self._fragments[fragment]
-        weights = [each.detach() for each in self._weights[where]]
-        moved = [before - now for before, now in zip(self._common[where], weights, strict=True)]
-        snapshot = [each.clone() for each in weights] if delay else None
+        weights = self._weights[where]
+        moved = list(torch._foreach_sub(self._common[where], weights))
+        snapshot = [each.detach().clone() for each in weights] if delay else None
         averaging = Averaging(
             moved,
             self._hook,
@@ -254,30 +235,21 @@ class LocalSteps:
         weights, common = self._weights[where], self._common[where]
         if exchange.scale != 1.0:
             torch._foreach_mul_(exchange.moved, exchange.scale)
-        now = [each.detach().clone() for each in weights]
-        with self._gradients(where, exchange.moved):
-            for weight, before in zip(weights, common, strict=True):
-                weight.copy_(before)
-            self.outer_optimizer.step()
-        for weight, before in zip(weights, common, strict=True):
-            before.copy_(weight.detach())
-        if exchange.weights is not None:
-            for weight, later, begun in zip(weights, now, exchange.weights, strict=True):
-                weight.add_(later - begun)  # what this rank has learned during the exchange
-
-    @contextmanager
-    def _gradients(self, where: slice, moved: list[torch.Tensor]) -> Iterator[None]:
-        """Give a fragment's weights these gradients, and all others none, for a with block."""
-        before = [each.grad for each in self._weights]
-        given: list[torch.Tensor | None] = [None] * len(self._weights)
-        given[where] = moved
+        gradients = [each.grad for each in self._weights]
+        now = [] if exchange.weights is None else [each.detach().clone() for each in weights]
+        torch._foreach_copy_(weights, common)
         try:
-            for each, gradient in zip(self._weights, given, strict=True):
-                each.grad = gradient
-            yield
+            for each in self._weights:
+                each.grad = None
+            for weight, moved in zip(weights, exchange.moved, strict=True):
+                weight.grad = moved
+            self.outer_optimizer.step()
         finally:
-            for each, gradient in zip(self._weights, before, strict=True):
+            for each, gradient in zip(self._weights, gradients, strict=True):
                 each.grad = gradient
+        torch._foreach_copy_(common, weights)
+        if exchange.weights is not None:  # what this rank has learned during the exchange
+            torch._foreach_add_(weights, torch._foreach_sub(now, exchange.weights))
 
     # --- checkpoints ---
 
@@ -306,9 +278,7 @@ class LocalSteps:
         has_state = hasattr(self._state, "state_dict")
         return {
             "every": self._every,
-            "num_steps": self._num_steps,
-            "num_since": self._num_since,
-            "num_exchanges": self._num_exchanges,
+            **{name: getattr(self, f"_{name}") for name in _COUNTS},
             "common": {name: each.clone() for name, each in zip(self._names, self._common, strict=True)},
             "outer_optimizer": self.outer_optimizer.state_dict(),
             "hook_state": self._state.state_dict() if has_state else None,
@@ -339,7 +309,7 @@ class LocalSteps:
         for own, saved in zip(self._common, common.values(), strict=True):
             own.copy_(saved)
         self.every = state_dict["every"]
-        for name in ("num_steps", "num_since", "num_exchanges"):
+        for name in _COUNTS:
             setattr(self, f"_{name}", COUNT(name, state_dict[name]))
         self._under_way = None
         if (saved := state_dict["under_way"]) is not None:
