@@ -122,19 +122,15 @@ class LocalSteps:
         self._group = group = resolve_group("LocalSteps", owner, "process_group")
         self._device = device_for(group, self._weights)
         require_all_ranks("LocalSteps", "train by local steps", group, "Make it on every rank")
-        require_same_on_all_ranks(
-            "LocalSteps",
-            {
-                "every": every,
-                "fragments": fragments,
-                "delay": delay,
-                "parameters": [[name, list(each.shape), str(each.dtype)] for name, each in named],
-                "hook": getattr(hook, "__qualname__", repr(hook)),
-            },
-            group,
-            self._device,
-            "Give every rank the same model, hook and numbers",
-        )
+        values = {
+            "every": every,
+            "fragments": fragments,
+            "delay": delay,
+            "parameters": [[name, list(each.shape), str(each.dtype)] for name, each in named],
+            "hook": getattr(hook, "__qualname__", repr(hook)),
+        }
+        advice = "Give every rank the same model, hook and numbers"
+        require_same_on_all_ranks("LocalSteps", values, group, self._device, advice)
         with torch.no_grad():
             broadcast_coalesced([*model.parameters(), *model.buffers()], 0, group)
             self._common = [each.detach().clone() for each in self._weights]
@@ -204,14 +200,8 @@ class LocalSteps:
         weights = self._weights[where]
         moved = list(torch._foreach_sub(self._common[where], weights))
         snapshot = [each.detach().clone() for each in weights] if delay else None
-        averaging = Averaging(
-            moved,
-            self._hook,
-            self._state,
-            self._process_group,
-            keys=None if self._hook is None else self._names[where],
-            waits_at_once=delay == 0,
-        )
+        hook, state, keys = self._hook, self._state, None if self._hook is None else self._names[where]
+        averaging = Averaging(moved, hook, state, self._process_group, keys=keys, waits_at_once=delay == 0)
         due = self._num_steps + delay
         self._under_way = _Exchange(fragment, due, moved, snapshot, averaging, num_active)
         return True
@@ -265,23 +255,18 @@ class LocalSteps:
         hook_state: the hook's state_dict; None for a hook without one.
         under_way: the exchange under way, with its averages: the host waits for it. None without one.
         """
-        under_way = None
+        under_way: dict[str, Any] | None = None
         if self._under_way is not None:
             exchange = self._finished()
-            under_way = {
-                "fragment": exchange.fragment,
-                "due": exchange.due,
-                "scale": exchange.scale,
-                "moved": [each.clone() for each in exchange.moved],
-                "weights": [each.clone() for each in exchange.weights or ()],
-            }
-        has_state = hasattr(self._state, "state_dict")
+            under_way = {name: getattr(exchange, name) for name in ("fragment", "due", "scale")}
+            for name in ("moved", "weights"):
+                under_way[name] = [each.clone() for each in getattr(exchange, name) or ()]
         return {
             "every": self._every,
             **{name: getattr(self, f"_{name}") for name in _COUNTS},
             "common": {name: each.clone() for name, each in zip(self._names, self._common, strict=True)},
             "outer_optimizer": self.outer_optimizer.state_dict(),
-            "hook_state": self._state.state_dict() if has_state else None,
+            "hook_state": self._state.state_dict() if hasattr(self._state, "state_dict") else None,
             "under_way": under_way,
         }
 
@@ -306,21 +291,16 @@ class LocalSteps:
         if self._state is not None and state_dict["hook_state"] is not None:
             self._state.load_state_dict(state_dict["hook_state"])
         self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
-        for own, saved in zip(self._common, common.values(), strict=True):
-            own.copy_(saved)
+        torch._foreach_copy_(self._common, [common[name] for name in self._names])
         self.every = state_dict["every"]
         for name in _COUNTS:
             setattr(self, f"_{name}", COUNT(name, state_dict[name]))
         self._under_way = None
         if (saved := state_dict["under_way"]) is not None:
-            where = self._fragments[saved["fragment"]]
-            moved, weights = (
-                [
-                    torch.empty_like(own).copy_(each)
-                    for own, each in zip(self._common[where], saved[name], strict=True)
-                ]
-                for name in ("moved", "weights")
-            )
+            own = self._common[self._fragments[saved["fragment"]]]
+            moved, weights = ([torch.empty_like(each) for each in own] for _ in range(2))
+            torch._foreach_copy_(moved, saved["moved"])
+            torch._foreach_copy_(weights, saved["weights"])
             self._under_way = _Exchange(saved["fragment"], saved["due"], moved, weights, scale=saved["scale"])
 
 

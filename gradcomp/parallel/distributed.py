@@ -1,6 +1,5 @@
 """The wrapper: a module whose backward averages gradients over all ranks."""
 
-import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 from torch.utils.hooks import RemovableHandle
 
+from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Operation
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
@@ -26,12 +26,10 @@ from .module import (
     group_of,
     named_parameters,
     refuse,
-    require_same_buffers,
     sparse_weights,
     synchronizes_buffers,
     through_sink,
     to_device,
-    warn_of_deprecated,
 )
 
 
@@ -96,7 +94,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             bucket_cap_mb_list=bucket_cap_mb_list,
         )
-        warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
+        sync_now, self.forward_sync_buffers = synchronizes_buffers(
+            check_reduction, broadcast_buffers, forward_sync_buffers
+        )
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"DistributedDataParallel takes a module, got {type(module).__name__}: pass the model itself"
@@ -111,15 +111,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module, self.dim = module, dim
         self.device = next(iter(named.values())).device
         self.device_type = self.device.type
-        sync_now, self.forward_sync_buffers = synchronizes_buffers(broadcast_buffers, forward_sync_buffers)
         self.bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.require_manual_backward_finalization = False
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._make_reducer(verify=init_sync)
         if init_sync:
@@ -142,9 +140,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         TorchsDDP._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
 
     def _make_reducer(self, verify: bool) -> None:
-        caps = {} if self.bucket_cap_mb is None else dict.fromkeys(
-            ("bucket_cap_mb", "first_bucket_cap_mb"), self.bucket_cap_mb
-        )  # fmt: skip
+        caps = () if self.bucket_cap_mb is None else ("bucket_cap_mb", "first_bucket_cap_mb")
         self.reducer = _WrappersReducer(
             self,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -153,7 +149,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             sparse_params=sparse_weights(self.module),
             verify=verify,
-            **caps,
+            **dict.fromkeys(caps, self.bucket_cap_mb),
         )
         self._compilers_view = _CompilersView(self.reducer.communicator.caps_bytes[1])
         self._broadcast_buffers = RepeatedBroadcast()
@@ -162,14 +158,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _synchronize(self, buffers: bool) -> None:
         """Compare the ranks' buffers and options, and copy rank 0's parameters and buffers to all ranks."""
-        require_same_buffers(
-            self.module,
-            self.parameters_to_ignore,
-            self.process_group,
-            self.device,
-            in_forward=bool(self.forward_sync_buffers),
-            at_construction=buffers,
-        )
+        in_forward = bool(self.forward_sync_buffers)
+        named = self.module.named_buffers() if in_forward or buffers else ()
+        ignored = self.parameters_to_ignore
+        values: dict[str, Any] = {
+            "forward_sync_buffers (broadcast_buffers)": in_forward,
+            "synchronizing buffers at construction": buffers,
+            "buffers": [(name, tuple(each.shape), each.dtype) for name, each in named if name not in ignored],
+        }
+        advice = "Build the same model on every rank, and wrap it with the same options"
+        whose = "what DistributedDataParallel was given"
+        require_same_on_all_ranks(whose, values, self.process_group, self.device, advice)
         self.sync_module(src=0, buffers=buffers)
 
     # --- forward ---
@@ -208,11 +207,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             work.wait()
             # The host waits, as in torch's wrapper, for the number of ranks that still have input.
             self._divisor = int(work.get_future().wait()[0].item())
-        is_uneven = self._join_config.enable
-        if self.require_forward_param_sync and self.forward_sync_buffers and (buffers := self._own_buffers()):
-            # Rank 0's buffers. In join(), the buffers of the highest rank that still has input.
-            self._sync_buffers(buffers, _highest_rank(self, True) if is_uneven else 0)
-        if is_uneven:
+        self.sync_buffers(has_input=True)
+        if self._join_config.enable:
             _will_average(self, self.require_backward_grad_sync)
 
     @contextmanager
@@ -281,11 +277,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         unique = {id(buffer): buffer for each in self.module.modules() for buffer in each._buffers.values()}
         return [buffer for buffer in unique.values() if buffer is not None]
 
-    def _sync_buffers(self, buffers: list[torch.Tensor], src: int) -> None:
-        """Copy the buffers of the group's rank src to all its ranks."""
-        # A forward before this one may still need them for its backward.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-            self._broadcast_buffers(buffers, src, self.process_group)
+    def sync_buffers(self, has_input: bool) -> None:
+        """Copy buffers to all ranks before a forward: rank 0's; in join(), the highest rank's with input."""
+        if not (self.require_forward_param_sync and self.forward_sync_buffers):
+            return
+        if buffers := self._own_buffers():
+            src = _highest_rank(self, has_input) if self._join_config.enable else 0
+            # A forward before this one may still need them for its backward.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+                self._broadcast_buffers(buffers, src, self.process_group)
 
     # --- uneven inputs ---
 
@@ -296,12 +296,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """Return a context in which ranks may have different numbers of inputs: see torch's join."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        divides = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **divides)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
@@ -324,10 +320,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "That is, when you have called init_process_group and have not passed process_group argument "
                 "to DDP constructor"
             )
-        state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "_broadcast_buffers"):
-            del state[name]
-        return state
+        left_out = ("process_group", "reducer", "_broadcast_buffers")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -427,8 +421,7 @@ class _WrappersJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self.ddp
-        if ddp.require_forward_param_sync and ddp.forward_sync_buffers and (buffers := ddp._own_buffers()):
-            ddp._sync_buffers(buffers, _highest_rank(ddp, is_candidate=False))
+        ddp.sync_buffers(has_input=False)
         ddp.require_forward_param_sync = bool(_will_average(ddp, False).item())
         if ddp.require_forward_param_sync:
             ddp.reducer.join_with_zeros()
@@ -439,16 +432,18 @@ class _WrappersJoinHook(JoinHook):
 
 def _highest_rank(ddp: DistributedDataParallel, is_candidate: bool) -> int:
     """Return the highest rank that is a candidate, on every rank. The host waits."""
-    group = ddp.process_group
-    rank = torch.tensor([group.rank() if is_candidate else -1], device=ddp.device)
-    with Operation.of("find a rank that has input", group):
-        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
-    return int(rank.item())
+    rank = ddp.process_group.rank() if is_candidate else -1
+    return int(_reduced("find a rank that has input", ddp, rank, dist.ReduceOp.MAX).item())
 
 
 def _will_average(ddp: DistributedDataParallel, mine: bool) -> torch.Tensor:
     """Return a tensor: the number of ranks that average their next backward. The host does not wait."""
-    flag = torch.full((1,), int(mine), device=ddp.device)
-    with Operation.of("tell the other ranks whether this one averages its next backward", ddp.process_group):
-        dist.all_reduce(flag, group=ddp.process_group)
-    return flag
+    what = "tell the other ranks whether this one averages its next backward"
+    return _reduced(what, ddp, int(mine), dist.ReduceOp.SUM)
+
+
+def _reduced(what: str, ddp: DistributedDataParallel, value: int, operation: Any) -> torch.Tensor:
+    reduced = torch.full((1,), value, device=ddp.device)
+    with Operation.of(what, ddp.process_group):
+        dist.all_reduce(reduced, operation, group=ddp.process_group)
+    return reduced

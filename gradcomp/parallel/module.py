@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.reducer.bucket import require_callable
 from gradcomp.reducer.parameters import require_plain
 
@@ -34,22 +33,13 @@ def refuse(**options: Any) -> None:
 
 
 def synchronizes_buffers(
-    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+    check_reduction: bool, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[bool, bool]:
     """Return whether buffers are synchronized at construction, and before every forward.
 
-    As in torch, broadcast_buffers=False turns both off, forward_sync_buffers=False the second alone.
+    As in torch, broadcast_buffers=False turns both off, forward_sync_buffers=False the second alone. Warns of
+    deprecated arguments as torch's constructor does, at the line that calls the wrapper's.
     """
-    at_construction = forward_sync_buffers is not None or broadcast_buffers is not False
-    if forward_sync_buffers is None:
-        return at_construction, broadcast_buffers is None or broadcast_buffers
-    return at_construction, forward_sync_buffers
-
-
-def warn_of_deprecated(
-    check_reduction: bool, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
-) -> None:
-    """Warn as torch's constructor does, at the line that calls the wrapper's."""
     messages = []
     if broadcast_buffers is not None and forward_sync_buffers is not None:
         messages.append(
@@ -70,6 +60,10 @@ def warn_of_deprecated(
         )
     for message in messages:
         warnings.warn(message, FutureWarning, stacklevel=3)
+    at_construction = forward_sync_buffers is not None or broadcast_buffers is not False
+    if forward_sync_buffers is None:
+        return at_construction, broadcast_buffers is None or broadcast_buffers
+    return at_construction, forward_sync_buffers
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
@@ -162,31 +156,6 @@ def sparse_weights(module: nn.Module) -> list[torch.Tensor]:
     """Return the parameters that have sparse gradients."""
     layers = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     return [layer.weight for layer in layers if layer.sparse]
-
-
-def require_same_buffers(
-    module: nn.Module,
-    ignored: set[str],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    in_forward: bool,
-    at_construction: bool,
-) -> None:
-    """Raise RuntimeError on every rank unless all ranks synchronize the same buffers at the same times."""
-    named = [each for each in module.named_buffers() if each[0] not in ignored]
-    described: list[Any] = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in named]
-    require_same_on_all_ranks(
-        "what DistributedDataParallel was given",
-        {
-            "forward_sync_buffers (broadcast_buffers)": in_forward,
-            "synchronizing buffers at construction": at_construction,
-            "buffers": described if in_forward or at_construction else [],
-        },
-        group,
-        device,
-        "Build the same model on every rank, and wrap it with the same options",
-    )
 
 
 def to_device(value: Any, device: torch.device) -> Any:
