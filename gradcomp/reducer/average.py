@@ -128,10 +128,8 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
         require_no_capture("average_ can't average tensors", tensor.device)
     if keys is not None and (len(keys) != len(tensors) or len(set(map(repr, keys))) != len(keys)):
-        raise ValueError(
-            f"average_ takes one key per tensor, each another one: got {list(keys)} for {len(tensors)} "
-            "tensors"
-        )
+        found = f"{list(keys)} for {len(tensors)} tensors"
+        raise ValueError(f"average_ takes one key per tensor, each another one: got {found}")
 
 
 class _Slot:

@@ -25,7 +25,7 @@ def assign_buckets(
     """Divide tensors among buckets, in the order given. Returns the indices of each bucket's tensors.
 
     sizes_bytes: the tensors' sizes.
-    keys: only tensors of one key (dtype and device) share a bucket. None: a bucket for this tensor alone.
+    keys: only tensors of one key (dtype and device) share a bucket.
     caps_bytes: the cap of a key's first bucket, and the cap of its others. A small first bucket lets
         communication start early.
 
@@ -37,9 +37,6 @@ def assign_buckets(
     filled = dict.fromkeys(keys, 0.0)
     caps = dict.fromkeys(keys, caps_bytes[0])
     for index, (size, key) in enumerate(zip(sizes_bytes, keys, strict=True)):
-        if key is None:
-            full.append([index])
-            continue
         open_buckets.setdefault(key, []).append(index)
         filled[key] += size
         if filled[key] >= caps[key]:
@@ -357,33 +354,24 @@ def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     Gathers the rows that have a gradient, and their indices, padded to the longest list. Only gloo can
     all-reduce sparse tensors. Moves W · (longest list) rows. The host waits for the number of rows.
     """
-    rows, values = _rows(parameter)
-    count = torch.tensor([len(rows)], device=parameter.device)
-    counts = [torch.empty_like(count) for _ in range(group.size())]
-    with Operation.of(f"average a sparse gradient of shape {list(parameter.shape)}", group):
-        dist.all_gather(counts, count, group=group)
-        lengths = [int(each) for each in counts]
-        longest = max(lengths)
-        all_rows = _gather(rows, longest, lengths, group)
-        all_values = _gather(values, longest, lengths, group)
-    values, shape = all_values / group.size(), parameter.shape
-    mean = torch.sparse_coo_tensor(all_rows[None], values, shape, check_invariants=False)
-    return mean.coalesce()
-
-
-def _rows(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of the rows that have a gradient, and the rows."""
+    shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     gradient = parameter.grad
     if gradient is None:
-        rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        return rows, torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+        gradient = torch.zeros(shape, dtype=dtype, device=device, layout=torch.sparse_coo)
     gradient = gradient.detach().coalesce()
-    return gradient.indices()[0], gradient.values()
-
-
-def _gather(mine: torch.Tensor, longest: int, lengths: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    padded = mine.new_zeros(longest, *mine.shape[1:])
-    padded[: len(mine)] = mine
-    everyone = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyone, padded, group=group)
-    return torch.cat([each[:length] for each, length in zip(everyone, lengths, strict=True)])
+    rows = gradient.indices()[0]
+    values = gradient.values().reshape(len(rows), *shape[1:])
+    count = torch.tensor([len(rows)], device=device)
+    counts = [torch.empty_like(count) for _ in range(group.size())]
+    gathered = []
+    with Operation.of(f"average a sparse gradient of shape {list(shape)}", group):
+        dist.all_gather(counts, count, group=group)
+        lengths = [int(each) for each in counts]
+        for mine in (rows, values):
+            padded = mine.new_zeros(max(lengths), *mine.shape[1:])
+            padded[: len(mine)] = mine
+            everyone = [torch.empty_like(padded) for _ in lengths]
+            dist.all_gather(everyone, padded, group=group)
+            gathered.append(torch.cat([each[:num] for each, num in zip(everyone, lengths, strict=True)]))
+    all_rows, all_values = gathered[0][None], gathered[1] / group.size()
+    return torch.sparse_coo_tensor(all_rows, all_values, shape, check_invariants=False).coalesce()

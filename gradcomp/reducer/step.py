@@ -23,7 +23,7 @@ from .bucket import BucketCommunicator, Pending, average_rows
 from .parameters import check_gradient, expected_gradient
 
 
-class Usage:
+class _Usage:
     """The base class of two regimes, in which the ranks tell each other which parameters they use.
 
     names: the parameters' names.
@@ -31,6 +31,11 @@ class Usage:
     skips: leave out buckets with no used parameter.
     used: the parameters that have a gradient on this rank in the step, from backwards in no_sync(), too.
     is_learning: whether the running or next step is the first one, which later steps must equal.
+
+    A step calls, in this order: unused_by_this_rank(out_of_reach), for the parameters that it doesn't wait
+    for; begin(unused), for the parameters that all ranks leave out; is_complete(index) with every gradient;
+    exchange(), when all are complete; unused_by_all_ranks(), which waits for exchange(), for the parameters
+    that keep their gradients.
     """
 
     is_learning = False
@@ -42,28 +47,9 @@ class Usage:
     def check_unaveraged(self, index: int) -> None:
         """Raise RuntimeError if a backward that only accumulates may not use this parameter."""
 
-    def unused_by_this_rank(self, out_of_reach: set[int] | None) -> set[int]:
-        """Return the parameters that the beginning step does not wait for.
-
-        out_of_reach: parameters that the forward's outputs do not depend on; None if unknown.
-        """
-        raise NotImplementedError
-
-    def begin(self, unused: Iterable[int]) -> set[int]:
-        """Begin a step without this rank's `unused`. Return the parameters to leave out on all ranks."""
-        raise NotImplementedError
-
     def is_complete(self, index: int) -> bool:
         """Count a use of the parameter. Return whether the step's gradient is complete with it."""
         return True
-
-    def exchange(self) -> None:
-        """Start telling the other ranks which parameters this rank has used in the complete step."""
-        raise NotImplementedError
-
-    def unused_by_all_ranks(self) -> set[int]:
-        """Wait for exchange(). Return the parameters that no rank has used: they keep their gradients."""
-        raise NotImplementedError
 
     def forget_step(self) -> None:
         """Forget the step, complete or broken off."""
@@ -73,7 +59,7 @@ class Usage:
         return UsedMap(used, len(self._names), self._device, self._group)
 
 
-class FindUnused(Usage):
+class FindUnused(_Usage):
     """The regime in which a backward uses the parameters that its outputs depend on; ranks may differ."""
 
     _map_of_step: UsedMap | None = None
@@ -104,7 +90,7 @@ class FindUnused(Usage):
         self._map_of_step = None
 
 
-class StaticGraph(Usage):
+class StaticGraph(_Usage):
     """The regime in which every step uses the parameters of the first step, each as often as it did."""
 
     def __init__(self, names: Sequence[str], device: torch.device, group: dist.ProcessGroup, skips: bool):
@@ -162,6 +148,9 @@ class StaticGraph(Usage):
 
     def _without_uses(self) -> set[int]:
         return {index for index in range(len(self._names)) if not self._expected[index]}
+
+
+Usage = FindUnused | StaticGraph
 
 
 class UsedMap:
