@@ -111,7 +111,8 @@ class LocalSteps:
                 "With FSDP2 see gradcomp.fsdp"
             )
         _require_numbers(every, fragments, delay, len(named))
-        self._names, self._weights = [name for name, _ in named], [each for _, each in named]
+        self._names = [name for name, _ in named]
+        self._weights: list[torch.Tensor] = [each for _, each in named]
         if outer_optimizer is None:
             outer_optimizer = torch.optim.SGD(self._weights, lr=1.0)
         self.outer_optimizer = _checked_optimizer(outer_optimizer, self._weights)
@@ -239,7 +240,7 @@ class LocalSteps:
                 each.grad = gradient
         torch._foreach_copy_(common, weights)
         if exchange.weights is not None:  # what this rank has learned during the exchange
-            torch._foreach_add_(weights, torch._foreach_sub(now, exchange.weights))
+            torch._foreach_add_(weights, list(torch._foreach_sub(now, exchange.weights)))
 
     # --- checkpoints ---
 
@@ -322,7 +323,7 @@ def _require_numbers(every: Any, fragments: Any, delay: Any, num_weights: int) -
         )
 
 
-def _checked_optimizer(optimizer: Any, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _checked_optimizer(optimizer: Any, weights: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Return the outer optimizer. Raises TypeError or ValueError unless it has exactly these weights."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"LocalSteps takes an optimizer as its outer_optimizer, got {described(optimizer)}")

@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -57,9 +57,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Raises torch's errors for a module without trainable parameters, on several types of devices, or
     uninitialized; TypeError for anything but a module, and for DTensors; NotImplementedError for
-    mixed_precision (use torch.autocast or a compress hook), delay_all_reduce_named_params and
-    param_to_hook_all_reduce (use a Reducer of your own for those parameters), and bucket_cap_mb_list (use
-    bucket_cap_mb).
+    mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce and bucket_cap_mb_list.
     """
 
     def __init__(
@@ -132,12 +130,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Name the parameters and buffers that the wrapper must leave alone."""
-        TorchsDDP._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
+    # Names the parameters and buffers that the wrapper must leave alone: (module, names).
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        TorchsDDP._set_params_and_buffers_to_ignore_for_model
+    )
 
     def _make_reducer(self, verify: bool) -> None:
         caps = () if self.bucket_cap_mb is None else ("bucket_cap_mb", "first_bucket_cap_mb")
@@ -325,7 +321,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.setdefault("forward_sync_buffers", self.__dict__.pop("broadcast_buffers", True))
         self.process_group = group_of(None, None)
         hooks, self._comm_hooks = self._comm_hooks, []
         self._make_reducer(verify=False)

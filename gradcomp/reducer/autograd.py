@@ -41,8 +41,8 @@ def not_compiled(function: Function, *, recursive: bool = True) -> Function:
 
 
 # Types whose attributes hold no tensors of a forward: modules hold parameters there.
-_NOT_OUTPUTS = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-_NOT_OUTPUTS += (str, bytes, int, float)
+_CODE: tuple[type, ...] = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_NOT_OUTPUTS = (*_CODE, str, bytes, int, float)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -238,14 +238,18 @@ class StepsInBackward:
         for index, param in enumerate(self._params):
             has_hooks = param._post_accumulate_grad_hooks or "_in_backward_optimizers" in param.__dict__
             if has_hooks and index not in self.handles:
-                hook = partial(_record, weakref.ref(self), index)  # weakly: the watcher holds the node
+                hook = partial(self._record, weakref.ref(self), index)  # weakly: the watcher holds the node
                 self.handles[index] = self._nodes[index].register_prehook(hook)
         self.num_hooks = RemovableHandle.next_id
 
-    def record(self, index: int) -> None:
+    @staticmethod
+    @not_compiled
+    def _record(watcher: weakref.ref[StepsInBackward], index: int, gradients: Sequence[Any]) -> None:
         """Note a parameter's version just before a backward accumulates its gradient."""
-        task = _current_graph_task_id()
-        if task != self._task:
+        self = watcher()
+        if self is None or gradients[0] is None:
+            return
+        if (task := _current_graph_task_id()) != self._task:
             self._task = task
             self.versions_before.clear()
         self.versions_before[index] = self._params[index]._version
@@ -274,10 +278,3 @@ class StepsInBackward:
     def remove(self) -> None:
         for handle in self.handles.values():
             handle.remove()
-
-
-@not_compiled
-def _record(watcher: weakref.ref[StepsInBackward], index: int, gradients: Sequence[Any]) -> None:
-    living = watcher()
-    if living is not None and gradients[0] is not None:
-        living.record(index)

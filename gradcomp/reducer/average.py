@@ -128,8 +128,8 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
         require_no_capture("average_ can't average tensors", tensor.device)
     if keys is not None and (len(keys) != len(tensors) or len(set(map(repr, keys))) != len(keys)):
-        found = f"{list(keys)} for {len(tensors)} tensors"
-        raise ValueError(f"average_ takes one key per tensor, each another one: got {found}")
+        given = f"{list(keys)} for {len(tensors)} tensors"
+        raise ValueError(f"average_ takes one key per tensor, each another one: got {given}")
 
 
 class _Slot:
@@ -163,10 +163,10 @@ class _Slots:
     def of(self, state: Any, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Slot]:
         """Return each tensor's slot. The state knows a slot with a key by that name, in checkpoints too."""
         if keys is not None:
-            known, pairs = self._with_key, list(zip(keys, tensors, strict=True))
-            new = [pair for pair in pairs if pair[0] not in known or not known[pair[0]].suits(pair[1])]
-            known.update((key, _Slot(tensor, (1, repr(key)))) for key, tensor in new)
-            slots = [known[key] for key in keys]
+            slot_of, pairs = self._with_key, list(zip(keys, tensors, strict=True))
+            new = [(key, each) for key, each in pairs if key not in slot_of or not slot_of[key].suits(each)]
+            slot_of.update((key, _Slot(tensor, (1, repr(key)))) for key, tensor in new)
+            slots = [slot_of[key] for key in keys]
             if new and hasattr(state, "number_parameters"):
                 state.number_parameters((slot.order[1], slot.parameter) for slot in slots)
             return slots

@@ -300,16 +300,16 @@ class BucketCommunicator:
         bucket, operation = self.buckets[number], self._operations[number]
         # Without a hook the division comes first: the sum may overflow where the mean does not.
         bucket.fill(1 / self.divisor if self.hook is None else 1.0)
-        given = GradBucket(number, bucket.buffer, bucket.parameters, number == len(self.buckets) - 1)
-        if self.hook is not None:
-            state, hook = self.hook
+        if self.hook is None and not has_delay(bucket.buffer, self._group):
+            # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
             with operation:
-                return hook(state, given)
-        if has_delay(bucket.buffer, self._group):
-            return average_in_place(given, self._group, operation, divisor=1)  # type: ignore[arg-type]
-        # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
+                return self._group.allreduce([bucket.buffer])
+        given: Any = GradBucket(number, bucket.buffer, bucket.parameters, number == len(self.buckets) - 1)
+        if self.hook is None:
+            return average_in_place(given, self._group, operation, divisor=1)
+        state, hook = self.hook
         with operation:
-            return self._group.allreduce([bucket.buffer])
+            return hook(state, given)
 
     def finish(
         self, number: int, pending: Pending, kept: set[int], gradients_before: Mapping[int, torch.Tensor]

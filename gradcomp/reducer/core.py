@@ -305,7 +305,7 @@ class Reducer:
         if not self._is_rebuilt:
             # Once: from now on buckets follow the order in which rank 0's gradients became ready.
             self._is_rebuilt = True
-            self._build(agree_on_order(step.order, self._params[0].device, self.process_group))
+            self._build(agree_on_order(list(step.ready), self._params[0].device, self.process_group))
 
     @torch.no_grad()
     def join_with_zeros(self) -> None:

@@ -130,35 +130,34 @@ class Agreement:
 
     def verify(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError on every rank unless all have the same parameters and options."""
-        shapes = [
-            (name, tuple(each.shape), str(each.dtype)) for name, each in zip(names, params, strict=True)
-        ]
-        whose = "the ranks have different models: what they average"
-        compared = {"parameters that require gradients": shapes}
-        self._require_same(whose, compared, "Build the same model on every rank")
+        named = zip(names, params, strict=True)
+        shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in named]
+        whose, what = (
+            "the ranks have different models: what they average",
+            "parameters that require gradients",
+        )
+        self._require_same(whose, {what: shapes}, "Build the same model on every rank")
         self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
 
     def require(self, state: Any, hook: Any) -> None:
         """Raise RuntimeError on every rank unless all have the same hook, options and groups."""
         group = _group_of(state, hook)
         is_group = state is None or isinstance(state, dist.ProcessGroup)
+        others = None if group is None else dist.get_process_group_ranks(group)
         values = self._options | {
             "hook": None if hook is None else _name_of(hook),
             "the state's type": None if is_group else _name_of(type(state)),
-            "the state's process group": None
-            if group is None
-            else f"ranks {dist.get_process_group_ranks(group)}",
+            "the state's process group": None if others is None else f"ranks {others}",
         }
         advice = "Register the same hook on every rank, with the same options"
         self._require_same("what the Reducer averages with", values, advice)
-        if group is not None and group is not self._group:
-            ranks, others = dist.get_process_group_ranks(self._group), dist.get_process_group_ranks(group)
-            if sorted(ranks) != sorted(others):
-                raise RuntimeError(
-                    f"the communication hook {_name_of(hook)} averages over the ranks {others}, but the "
-                    f"parameters are averaged over {ranks}. Give the hook's state the process group that "
-                    "DistributedDataParallel or the Reducer has; None means the default group"
-                )
+        ranks = dist.get_process_group_ranks(self._group)
+        if others is not None and sorted(ranks) != sorted(others):
+            raise RuntimeError(
+                f"the communication hook {_name_of(hook)} averages over the ranks {others}, but the "
+                f"parameters are averaged over {ranks}. Give the hook's state the process group that "
+                "DistributedDataParallel or the Reducer has; None means the default group"
+            )
         self.is_reached = True
 
     def _require_same(self, whose: str, values: dict[str, Any], advice: str) -> None:
@@ -213,12 +212,10 @@ class Sharing:
         self.others: list[tuple[weakref.ref[Sharing], set[int]]] = []
         self.is_stepping = False
         with _live_lock:
-            is_shared = any(each._common(self) for each in _live)
-        if is_shared:
-            # Python would free a Reducer in a cycle of garbage at a different time on each rank, so the ranks
-            # would see different Reducers.
-            gc.collect()
-        with _live_lock:
+            if any(each._common(self) for each in _live):
+                # Python would free a Reducer in a cycle of garbage at a different time on each rank, so the
+                # ranks would see different Reducers.
+                gc.collect()
             self.others = [(weakref.ref(each), common) for each in _live if (common := self._common(each))]
 
     def open(self) -> None:

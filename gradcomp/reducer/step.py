@@ -190,6 +190,7 @@ class Step:
     sparse: parameters with sparse gradients, which are in no bucket.
     unused: parameters that this rank does not use in the step. They are ready from the beginning, and keep
         their gradients.
+    ready: the parameters that are ready, in the order in which they became ready.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Step:
     ):
         self._communicator, self._usage, self._sparse = communicator, usage, sparse
         self._params = communicator.params
-        self._ready: dict[int, None] = {}
+        self.ready: dict[int, None] = {}
         self._num_pending = [len(bucket.indices) for bucket in communicator.buckets]  # not ready, by bucket
         self._next_bucket = 0
         self._averages: dict[int, Pending] = {}  # by bucket
@@ -211,18 +212,13 @@ class Step:
             self.mark_ready(index)
 
     @property
-    def order(self) -> list[int]:
-        """The parameters that are ready, in the order in which they became ready."""
-        return list(self._ready)
-
-    @property
     def is_over(self) -> bool:
         """Whether all parameters are ready."""
-        return len(self._ready) == len(self._params)
+        return len(self.ready) == len(self._params)
 
     def missing(self) -> list[int]:
         """Return the parameters that are not ready."""
-        return [index for index in range(len(self._params)) if index not in self._ready]
+        return [index for index in range(len(self._params)) if index not in self.ready]
 
     def unfinished(self, rank: int) -> str:
         """Return the message for a step whose backward has ended before all parameters were ready."""
@@ -251,9 +247,9 @@ class Step:
         a parameter that is ready already, or whose gradient doesn't fit its bucket.
         """
         communicator, pending = self._communicator, self._num_pending
-        if index in self._ready:
+        if index in self.ready:
             raise RuntimeError(_marked_twice(communicator.names[index]))
-        self._ready[index] = None
+        self.ready[index] = None
         if index in self._sparse:
             param = self._params[index]
             check_gradient(param.grad, expected_gradient(param, is_sparse=True), communicator.names[index])
