@@ -38,23 +38,15 @@ _KEYS = ("every", *_COUNTS, "common", "outer_optimizer", "hook_state", "under_wa
 
 @dataclass
 class _Exchange:
-    """An exchange that is under way.
-
-    fragment: the fragment's number.
-    due: the step after which it is applied.
-    moved: the pseudo-gradients, which become their averages.
-    weights: the fragment's weights when the exchange began; None if it is applied at once.
-    averaging, num_active: None once the averages and the number of ranks that take part are known.
-    scale: what makes the averages those of the ranks that take part.
-    """
+    """An exchange that is under way."""
 
     fragment: int
-    due: int
-    moved: list[torch.Tensor]
-    weights: list[torch.Tensor] | None
-    averaging: Averaging | None = None
-    num_active: ReducedValues | None = None
-    scale: float = 1.0
+    due: int  # the step after which it is applied
+    moved: list[torch.Tensor]  # the pseudo-gradients, which become their averages
+    weights: list[torch.Tensor] | None  # when the exchange began; None if it is applied at once
+    averaging: Averaging | None = None  # None once the averages are known
+    num_active: ReducedValues | None = None  # the number of ranks that take part
+    scale: float = 1.0  # makes the averages those of the ranks that take part
 
 
 class LocalSteps:

@@ -16,7 +16,7 @@ from gradcomp.comm.delay import has_delay
 from gradcomp.comm.process_group import Operation
 from gradcomp.layout import FlatLayout
 
-from .parameters import check_gradient, expected_gradient
+from .parameters import check_gradient
 
 
 def assign_buckets(
@@ -84,7 +84,7 @@ class Bucket:
         parts = self.buffer.split(numels)
         self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self.views]
-        self._expected = expected_gradient(parameters[0])
+        self._expected = torch.strided, parameters[0].dtype, parameters[0].device
         self._apart: set[int] = set()  # positions of gradients that are never views
         self._run_of: dict[tuple[int, int], _Run] = {}  # by the first and the last position
 

@@ -38,7 +38,6 @@ from .parameters import Agreement, Sharing, agree_on_order, named_parameters
 from .step import FindUnused, StaticGraph, Step, Usage
 
 MIB = 1 << 20
-SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"  # as torch's DDP calls it in a profiler
 
 
 class Reducer:
@@ -179,7 +178,8 @@ class Reducer:
         self.communicator.divisor = self.process_group.size() if divisor is None else divisor
         self._is_prepared = True
         if isinstance(self._usage, FindUnused):
-            with torch.autograd.profiler.record_function(SEARCH):
+            name = "torch.distributed.ddp.reducer::search_unused_parameters"  # torch's DDP's, in a profiler
+            with torch.autograd.profiler.record_function(name):
                 self._out_of_reach = self._hooks.out_of_reach(outputs)
         if self._steps_in_backward.num_hooks != RemovableHandle.next_id:
             self._steps_in_backward.look()

@@ -77,15 +77,9 @@ def require_plain(name: str, tensor: torch.Tensor, what: str = "parameter") -> N
         )
 
 
-Description = tuple[torch.layout, torch.dtype, torch.device]
-
-
-def expected_gradient(param: torch.Tensor, is_sparse: bool = False) -> Description:
-    """Return the layout, dtype and device of a parameter's gradient."""
-    return torch.sparse_coo if is_sparse else torch.strided, param.dtype, param.device
-
-
-def check_gradient(gradient: torch.Tensor | None, expected: Description, name: str) -> None:
+def check_gradient(
+    gradient: torch.Tensor | None, expected: tuple[torch.layout, torch.dtype, torch.device], name: str
+) -> None:
     """Raise RuntimeError for a gradient of another layout, dtype or device than expected."""
     if gradient is None or (gradient.layout, gradient.dtype, gradient.device) == expected:
         return

@@ -20,7 +20,7 @@ from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import Operation
 
 from .bucket import BucketCommunicator, Pending, average_rows
-from .parameters import check_gradient, expected_gradient
+from .parameters import check_gradient
 
 
 class _Usage:
@@ -248,11 +248,22 @@ class Step:
         """
         communicator, pending = self._communicator, self._num_pending
         if index in self.ready:
-            raise RuntimeError(_marked_twice(communicator.names[index]))
+            name = communicator.names[index]
+            raise RuntimeError(
+                f"Expected to mark a variable ready only once: parameter {name} became ready twice in one "
+                "backward. Likely causes: the parameter is used outside of the forward that was prepared; "
+                "several backward passes of one forward, each of which reaches a part of the model (add the "
+                "losses up and call backward once, or let the wrapper have find_unused_parameters=True); "
+                "several backward passes in one step (call all but the last in no_sync()); reentrant "
+                "activation checkpointing of the same parameters; an exception that broke off the backward "
+                "before this one, after which the next one starts at zero. If the graph is the same in every "
+                "step, static_graph=True allows it"
+            )
         self.ready[index] = None
         if index in self._sparse:
             param = self._params[index]
-            check_gradient(param.grad, expected_gradient(param, is_sparse=True), communicator.names[index])
+            expected = torch.sparse_coo, param.dtype, param.device
+            check_gradient(param.grad, expected, communicator.names[index])
         else:
             pending[communicator.bucket_of[index]] -= 1
         while self._next_bucket < len(pending) and not pending[self._next_bucket]:
@@ -272,15 +283,3 @@ class Step:
             self._params[index].grad.copy_(self._gradients_before[index])  # type: ignore[union-attr]
         for index in sorted(self._sparse - kept):
             self._params[index].grad = average_rows(self._params[index], group)
-
-
-def _marked_twice(name: str) -> str:
-    return (
-        f"Expected to mark a variable ready only once: parameter {name} became ready twice in one backward. "
-        "Likely causes: the parameter is used outside of the forward that was prepared; several backward "
-        "passes of one forward, each of which reaches a part of the model (add the losses up and call "
-        "backward once, or let the wrapper have find_unused_parameters=True); several backward passes in one "
-        "step (call all but the last in no_sync()); reentrant activation checkpointing of the same "
-        "parameters; an exception that broke off the backward before this one, after which the next one "
-        "starts at zero. If the graph is the same in every step, static_graph=True allows it"
-    )
