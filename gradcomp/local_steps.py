@@ -13,10 +13,8 @@ Sources: McMahan et al., "Communication-Efficient Learning of Deep Networks from
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -34,37 +32,21 @@ from .rules import COUNT, described
 
 __all__ = ["LocalSteps"]
 
-_KEYS = (
-    "every",
-    "num_steps",
-    "num_since",
-    "num_exchanges",
-    "common",
-    "outer_optimizer",
-    "hook_state",
-    "under_way",
-)
+_COUNTS = ("num_steps", "num_since", "num_exchanges")
+_KEYS = ("every", *_COUNTS, "common", "outer_optimizer", "hook_state", "under_way")
 
 
 @dataclass
 class _Exchange:
-    """An exchange that is under way.
-
-    fragment: the fragment's number.
-    due: the step after which it is applied.
-    moved: the pseudo-gradients, which become their averages.
-    weights: the fragment's weights when the exchange began; None if it is applied at once.
-    averaging, num_active: None once the averages and the number of ranks that take part are known.
-    scale: what makes the averages those of the ranks that take part.
-    """
+    """An exchange that is under way."""
 
     fragment: int
-    due: int
-    moved: list[torch.Tensor]
-    weights: list[torch.Tensor] | None
-    averaging: Averaging | None = None
-    num_active: ReducedValues | None = None
-    scale: float = 1.0
+    due: int  # the step after which it is applied
+    moved: list[torch.Tensor]  # the pseudo-gradients, which become their averages
+    weights: list[torch.Tensor] | None  # when the exchange began; None if it is applied at once
+    averaging: Averaging | None = None  # None once the averages are known
+    num_active: ReducedValues | None = None  # the number of ranks that take part
+    scale: float = 1.0  # makes the averages those of the ranks that take part
 
 
 class LocalSteps:
@@ -121,7 +103,8 @@ class LocalSteps:
                 "With FSDP2 see gradcomp.fsdp"
             )
         _require_numbers(every, fragments, delay, len(named))
-        self._names, self._weights = [name for name, _ in named], [each for _, each in named]
+        self._names = [name for name, _ in named]
+        self._weights: list[torch.Tensor] = [each for _, each in named]
         if outer_optimizer is None:
             outer_optimizer = torch.optim.SGD(self._weights, lr=1.0)
         self.outer_optimizer = _checked_optimizer(outer_optimizer, self._weights)
@@ -132,29 +115,21 @@ class LocalSteps:
         self._group = group = resolve_group("LocalSteps", owner, "process_group")
         self._device = device_for(group, self._weights)
         require_all_ranks("LocalSteps", "train by local steps", group, "Make it on every rank")
-        require_same_on_all_ranks(
-            "LocalSteps",
-            {
-                "every": every,
-                "fragments": fragments,
-                "delay": delay,
-                "parameters": [[name, list(each.shape), str(each.dtype)] for name, each in named],
-                "hook": getattr(hook, "__qualname__", repr(hook)),
-            },
-            group,
-            self._device,
-            "Give every rank the same model, hook and numbers",
-        )
+        values = {
+            "every": every,
+            "fragments": fragments,
+            "delay": delay,
+            "parameters": [[name, list(each.shape), str(each.dtype)] for name, each in named],
+            "hook": getattr(hook, "__qualname__", repr(hook)),
+        }
+        advice = "Give every rank the same model, hook and numbers"
+        require_same_on_all_ranks("LocalSteps", values, group, self._device, advice)
         with torch.no_grad():
-            broadcast_coalesced([each.detach() for each in self._tensors_of(model)], 0, group)
+            broadcast_coalesced([*model.parameters(), *model.buffers()], 0, group)
             self._common = [each.detach().clone() for each in self._weights]
         self._fragments = _divided([each.numel() for each in self._weights], fragments)
         self._num_steps = self._num_since = self._num_exchanges = 0
         self._under_way: _Exchange | None = None
-
-    @staticmethod
-    def _tensors_of(model: nn.Module) -> Iterable[torch.Tensor]:
-        return chain(model.parameters(), model.buffers())
 
     @property
     def every(self) -> int:
@@ -186,8 +161,7 @@ class LocalSteps:
         Call it on every rank. The weights must be equal on all ranks.
         """
         self._under_way, self._num_since = None, 0
-        for before, now in zip(self._common, self._weights, strict=True):
-            before.copy_(now.detach())
+        torch._foreach_copy_(self._common, self._weights)
 
     @torch.no_grad()
     def join(self) -> None:
@@ -208,29 +182,19 @@ class LocalSteps:
 
         is_active: False if this rank has nothing more to give.
         """
-        num_active = ReducedValues(
-            "count the ranks that still train by local steps",
-            [float(is_active)],
-            [self._group],
-            self._device,
-            dist.ReduceOp.SUM,
-        )
+        what = "count the ranks that still train by local steps"
+        given = [float(is_active)]
+        num_active = ReducedValues(what, given, [self._group], self._device, dist.ReduceOp.SUM)
         if not is_active and not num_active.wait()[0]:
             return False
         fragment = self._num_exchanges % len(self._fragments)
         self._num_exchanges += 1
         where = self._fragments[fragment]
-        weights = [each.detach() for each in self._weights[where]]
-        moved = [before - now for before, now in zip(self._common[where], weights, strict=True)]
-        snapshot = [each.clone() for each in weights] if delay else None
-        averaging = Averaging(
-            moved,
-            self._hook,
-            self._state,
-            self._process_group,
-            keys=None if self._hook is None else self._names[where],
-            waits_at_once=delay == 0,
-        )
+        weights = self._weights[where]
+        moved = list(torch._foreach_sub(self._common[where], weights))
+        snapshot = [each.detach().clone() for each in weights] if delay else None
+        hook, state, keys = self._hook, self._state, None if self._hook is None else self._names[where]
+        averaging = Averaging(moved, hook, state, self._process_group, keys=keys, waits_at_once=delay == 0)
         due = self._num_steps + delay
         self._under_way = _Exchange(fragment, due, moved, snapshot, averaging, num_active)
         return True
@@ -254,30 +218,21 @@ class LocalSteps:
         weights, common = self._weights[where], self._common[where]
         if exchange.scale != 1.0:
             torch._foreach_mul_(exchange.moved, exchange.scale)
-        now = [each.detach().clone() for each in weights]
-        with self._gradients(where, exchange.moved):
-            for weight, before in zip(weights, common, strict=True):
-                weight.copy_(before)
-            self.outer_optimizer.step()
-        for weight, before in zip(weights, common, strict=True):
-            before.copy_(weight.detach())
-        if exchange.weights is not None:
-            for weight, later, begun in zip(weights, now, exchange.weights, strict=True):
-                weight.add_(later - begun)  # what this rank has learned during the exchange
-
-    @contextmanager
-    def _gradients(self, where: slice, moved: list[torch.Tensor]) -> Iterator[None]:
-        """Give a fragment's weights these gradients, and all others none, for a with block."""
-        before = [each.grad for each in self._weights]
-        given: list[torch.Tensor | None] = [None] * len(self._weights)
-        given[where] = moved
+        gradients = [each.grad for each in self._weights]
+        now = [] if exchange.weights is None else [each.detach().clone() for each in weights]
+        torch._foreach_copy_(weights, common)
         try:
-            for each, gradient in zip(self._weights, given, strict=True):
-                each.grad = gradient
-            yield
+            for each in self._weights:
+                each.grad = None
+            for weight, moved in zip(weights, exchange.moved, strict=True):
+                weight.grad = moved
+            self.outer_optimizer.step()
         finally:
-            for each, gradient in zip(self._weights, before, strict=True):
+            for each, gradient in zip(self._weights, gradients, strict=True):
                 each.grad = gradient
+        torch._foreach_copy_(common, weights)
+        if exchange.weights is not None:  # what this rank has learned during the exchange
+            torch._foreach_add_(weights, list(torch._foreach_sub(now, exchange.weights)))
 
     # --- checkpoints ---
 
@@ -293,25 +248,18 @@ class LocalSteps:
         hook_state: the hook's state_dict; None for a hook without one.
         under_way: the exchange under way, with its averages: the host waits for it. None without one.
         """
-        under_way = None
+        under_way: dict[str, Any] | None = None
         if self._under_way is not None:
             exchange = self._finished()
-            under_way = {
-                "fragment": exchange.fragment,
-                "due": exchange.due,
-                "scale": exchange.scale,
-                "moved": [each.clone() for each in exchange.moved],
-                "weights": [each.clone() for each in exchange.weights or ()],
-            }
-        has_state = hasattr(self._state, "state_dict")
+            under_way = {name: getattr(exchange, name) for name in ("fragment", "due", "scale")}
+            for name in ("moved", "weights"):
+                under_way[name] = [each.clone() for each in getattr(exchange, name) or ()]
         return {
             "every": self._every,
-            "num_steps": self._num_steps,
-            "num_since": self._num_since,
-            "num_exchanges": self._num_exchanges,
+            **{name: getattr(self, f"_{name}") for name in _COUNTS},
             "common": {name: each.clone() for name, each in zip(self._names, self._common, strict=True)},
             "outer_optimizer": self.outer_optimizer.state_dict(),
-            "hook_state": self._state.state_dict() if has_state else None,
+            "hook_state": self._state.state_dict() if hasattr(self._state, "state_dict") else None,
             "under_way": under_way,
         }
 
@@ -336,21 +284,16 @@ class LocalSteps:
         if self._state is not None and state_dict["hook_state"] is not None:
             self._state.load_state_dict(state_dict["hook_state"])
         self.outer_optimizer.load_state_dict(state_dict["outer_optimizer"])
-        for own, saved in zip(self._common, common.values(), strict=True):
-            own.copy_(saved)
+        torch._foreach_copy_(self._common, [common[name] for name in self._names])
         self.every = state_dict["every"]
-        for name in ("num_steps", "num_since", "num_exchanges"):
+        for name in _COUNTS:
             setattr(self, f"_{name}", COUNT(name, state_dict[name]))
         self._under_way = None
         if (saved := state_dict["under_way"]) is not None:
-            where = self._fragments[saved["fragment"]]
-            moved, weights = (
-                [
-                    torch.empty_like(own).copy_(each)
-                    for own, each in zip(self._common[where], saved[name], strict=True)
-                ]
-                for name in ("moved", "weights")
-            )
+            own = self._common[self._fragments[saved["fragment"]]]
+            moved, weights = ([torch.empty_like(each) for each in own] for _ in range(2))
+            torch._foreach_copy_(moved, saved["moved"])
+            torch._foreach_copy_(weights, saved["weights"])
             self._under_way = _Exchange(saved["fragment"], saved["due"], moved, weights, scale=saved["scale"])
 
 
@@ -372,7 +315,7 @@ def _require_numbers(every: Any, fragments: Any, delay: Any, num_weights: int) -
         )
 
 
-def _checked_optimizer(optimizer: Any, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _checked_optimizer(optimizer: Any, weights: list[torch.Tensor]) -> torch.optim.Optimizer:
     """Return the outer optimizer. Raises TypeError or ValueError unless it has exactly these weights."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"LocalSteps takes an optimizer as its outer_optimizer, got {described(optimizer)}")

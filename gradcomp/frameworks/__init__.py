@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -22,12 +22,6 @@ from gradcomp.parallel import DistributedDataParallel
 __all__ = ["CommHook"]
 
 SCALE = "gradient_scale"  # its key in a CommHook's state_dict
-
-
-class Scaler(Protocol):
-    """A GradScaler, as far as CommHook uses it."""
-
-    def get_scale(self) -> float: ...
 
 
 class CommHook:
@@ -113,10 +107,10 @@ class CommHook:
         self.state.load_state_dict({name: value for name, value in state_dict.items() if name != SCALE})
         self._scale = scale
 
-    def follow(self, scaler: Scaler | None) -> None:
+    def follow(self, scaler: Any) -> None:
         """Rescale the errors to a GradScaler's scale: the gradients' scale in the coming backward.
 
-        scaler: None if gradients aren't scaled.
+        scaler: has get_scale(); None if gradients aren't scaled.
 
         Call this at the beginning of every step, from the first one on, and after loading a checkpoint. Then
         errors and gradients have one scale in every step, though updates, checkpoints or the program change

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import CommHook
@@ -46,21 +46,15 @@ class CommHookCallback(TrainerCallback):
         self._trainer, self._resume_from = trainer, resume_from
         self._comm_hook = CommHook(state, hook)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         if state.global_step > 0:
             self._resume(self._folder(args, state) if self._resume_from is None else Path(self._resume_from))
         self._comm_hook.register(self._trainer.model_wrapped)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._comm_hook.follow(self._trainer.accelerator.scaler)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         state_dict = self._comm_hook.state_dict()  # on every rank: a collective
         if state_dict and args.should_save:
             torch.save(state_dict, self._folder(args, state) / FILE_NAME)

@@ -1,9 +1,8 @@
 """The wrapper: a module whose backward averages gradients over all ranks."""
 
-import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,20 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel as TorchsDDP
+from torch.utils.hooks import RemovableHandle
 
+from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Operation
 from gradcomp.hooks import default_hooks
-from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced, errors
-from gradcomp.reducer.autograd import not_compiled
+from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
+from gradcomp.reducer.autograd import listed, not_compiled
 
-from .arguments import check_hook, check_module, group_of, refuse, synchronizes_buffers, warn_of_deprecated
 from .module import (
-    buffers_of,
-    graphs_end_with_buckets,
+    check_hook,
+    check_module,
+    group_of,
     named_parameters,
-    parameters_of,
-    require_same_buffers,
+    refuse,
     sparse_weights,
+    synchronizes_buffers,
     through_sink,
     to_device,
 )
@@ -55,9 +57,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Raises torch's errors for a module without trainable parameters, on several types of devices, or
     uninitialized; TypeError for anything but a module, and for DTensors; NotImplementedError for
-    mixed_precision (use torch.autocast or a compress hook), delay_all_reduce_named_params and
-    param_to_hook_all_reduce (use a Reducer of your own for those parameters), and bucket_cap_mb_list (use
-    bucket_cap_mb).
+    mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce and bucket_cap_mb_list.
     """
 
     def __init__(
@@ -92,7 +92,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             bucket_cap_mb_list=bucket_cap_mb_list,
         )
-        warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
+        sync_now, self.forward_sync_buffers = synchronizes_buffers(
+            check_reduction, broadcast_buffers, forward_sync_buffers
+        )
         if not isinstance(module, nn.Module):
             raise TypeError(
                 f"DistributedDataParallel takes a module, got {type(module).__name__}: pass the model itself"
@@ -107,15 +109,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module, self.dim = module, dim
         self.device = next(iter(named.values())).device
         self.device_type = self.device.type
-        sync_now, self.forward_sync_buffers = synchronizes_buffers(broadcast_buffers, forward_sync_buffers)
         self.bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.require_manual_backward_finalization = False
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._make_reducer(verify=init_sync)
         if init_sync:
@@ -130,19 +130,13 @@ class DistributedDataParallel(nn.Module, Joinable):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Name the parameters and buffers that the wrapper must leave alone."""
-        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            module, params_and_buffers_to_ignore
-        )
+    # Names the parameters and buffers that the wrapper must leave alone: (module, names).
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        TorchsDDP._set_params_and_buffers_to_ignore_for_model
+    )
 
     def _make_reducer(self, verify: bool) -> None:
-        caps = {} if self.bucket_cap_mb is None else dict.fromkeys(
-            ("bucket_cap_mb", "first_bucket_cap_mb"), self.bucket_cap_mb
-        )  # fmt: skip
+        caps = () if self.bucket_cap_mb is None else ("bucket_cap_mb", "first_bucket_cap_mb")
         self.reducer = _WrappersReducer(
             self,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
@@ -151,22 +145,26 @@ class DistributedDataParallel(nn.Module, Joinable):
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             sparse_params=sparse_weights(self.module),
             verify=verify,
-            **caps,
+            **dict.fromkeys(caps, self.bucket_cap_mb),
         )
+        self._compilers_view = _CompilersView(self.reducer.communicator.caps_bytes[1])
         self._broadcast_buffers = RepeatedBroadcast()
         self._divisor: int | None = None  # of join(), where ranks may have run out of input
         self._has_run = False
 
     def _synchronize(self, buffers: bool) -> None:
         """Compare the ranks' buffers and options, and copy rank 0's parameters and buffers to all ranks."""
-        require_same_buffers(
-            self.module,
-            self.parameters_to_ignore,
-            self.process_group,
-            self.device,
-            in_forward=bool(self.forward_sync_buffers),
-            at_construction=buffers,
-        )
+        in_forward = bool(self.forward_sync_buffers)
+        named = self.module.named_buffers() if in_forward or buffers else ()
+        ignored = self.parameters_to_ignore
+        values: dict[str, Any] = {
+            "forward_sync_buffers (broadcast_buffers)": in_forward,
+            "synchronizing buffers at construction": buffers,
+            "buffers": [(name, tuple(each.shape), each.dtype) for name, each in named if name not in ignored],
+        }
+        advice = "Build the same model on every rank, and wrap it with the same options"
+        whose = "what DistributedDataParallel was given"
+        require_same_on_all_ranks(whose, values, self.process_group, self.device, advice)
         self.sync_module(src=0, buffers=buffers)
 
     # --- forward ---
@@ -178,39 +176,36 @@ class DistributedDataParallel(nn.Module, Joinable):
             if self.device_ids:
                 device = torch.device(self.device_type, self.device_ids[0])
                 inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
-            with graphs_end_with_buckets(self.reducer.communicator.caps_bytes[1]):
+            holder: Any = TorchsDDP
+            before = getattr(holder, "_active_ddp_module", None)  # of a wrapper around this one
+            holder._active_ddp_module = self._compilers_view
+            try:
                 outputs = self.module(*inputs, **kwargs)
-            return self._after_forward(outputs)
+            finally:
+                holder._active_ddp_module = before
+            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+            self.require_forward_param_sync = is_synced
+            if is_synced:
+                if self.find_unused_parameters and not self.static_graph:
+                    outputs = through_sink(outputs)
+                self.reducer.prepare_for_backward(outputs, self._divisor)
+            elif torch.is_grad_enabled():
+                self.reducer.expect_accumulation()
+            return outputs
 
     def _before_forward(self) -> None:
         self._has_run = True
         if torch.is_grad_enabled():
-            self.reducer.expect_finished()
-            self.reducer.detach_optimizers()
+            self.reducer.before_forward()
         work = Join.notify_join_context(self)
         self._divisor = None
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
             # The host waits, as in torch's wrapper, for the number of ranks that still have input.
             self._divisor = int(work.get_future().wait()[0].item())
-        if buffers := self.buffers_before_forward():
-            # Rank 0's buffers. In join(), the buffers of the highest rank that still has input.
-            is_uneven = self._join_config.enable
-            src = _highest_rank(self.process_group, self.device, True) if is_uneven else 0
-            self.sync_buffers(buffers, src)
+        self.sync_buffers(has_input=True)
         if self._join_config.enable:
-            _will_average(self.process_group, self.device, self.require_backward_grad_sync)
-
-    def _after_forward(self, outputs: Any) -> Any:
-        is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self.require_forward_param_sync = is_synced
-        if is_synced:
-            if self.find_unused_parameters and not self.static_graph:
-                outputs = through_sink(outputs)
-            self.reducer.prepare_for_backward(outputs, self._divisor)
-        elif torch.is_grad_enabled():
-            self.reducer.expect_accumulation()
-        return outputs
+            _will_average(self, self.require_backward_grad_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -267,19 +262,26 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Copy the parameters, with `buffers` also the buffers, of the group's rank src to all its ranks."""
         states = [param for _, param in named_parameters(self.module, self.parameters_to_ignore)]
         if buffers:
-            states += buffers_of(self.module, self.parameters_to_ignore)
+            states += self._own_buffers()
         broadcast_coalesced(states, src, self.process_group)
 
-    def buffers_before_forward(self) -> list[torch.Tensor]:
-        """Return the buffers that the next forward synchronizes."""
-        is_synced = self.require_forward_param_sync and self.forward_sync_buffers
-        return buffers_of(self.module, self.parameters_to_ignore) if is_synced else []
+    def _own_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers to synchronize, found again every time: a module may replace buffers."""
+        if ignored := self.parameters_to_ignore:
+            return [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
+        # Without their names, which take most of Module.buffers()'s time.
+        unique = {id(buffer): buffer for each in self.module.modules() for buffer in each._buffers.values()}
+        return [buffer for buffer in unique.values() if buffer is not None]
 
-    def sync_buffers(self, buffers: list[torch.Tensor], src: int) -> None:
-        """Copy the buffers of the group's rank src to all its ranks."""
-        # A forward before this one may still need them for its backward.
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-            self._broadcast_buffers(buffers, src, self.process_group)
+    def sync_buffers(self, has_input: bool) -> None:
+        """Copy buffers to all ranks before a forward: rank 0's; in join(), the highest rank's with input."""
+        if not (self.require_forward_param_sync and self.forward_sync_buffers):
+            return
+        if buffers := self._own_buffers():
+            src = _highest_rank(self, has_input) if self._join_config.enable else 0
+            # A forward before this one may still need them for its backward.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+                self._broadcast_buffers(buffers, src, self.process_group)
 
     # --- uneven inputs ---
 
@@ -290,12 +292,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """Return a context in which ranks may have different numbers of inputs: see torch's join."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        divides = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **divides)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
@@ -318,14 +316,11 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "That is, when you have called init_process_group and have not passed process_group argument "
                 "to DDP constructor"
             )
-        state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "_broadcast_buffers"):
-            del state[name]
-        return state
+        left_out = ("process_group", "reducer", "_broadcast_buffers")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.setdefault("forward_sync_buffers", self.__dict__.pop("broadcast_buffers", True))
         self.process_group = group_of(None, None)
         hooks, self._comm_hooks = self._comm_hooks, []
         self._make_reducer(verify=False)
@@ -353,9 +348,18 @@ class _WrappersReducer(Reducer):
         self._known = {id(param): param for param in [*self._params, *left_alone]}
         self._stepping: list[torch.Tensor] = []
 
-    def detach_optimizers(self) -> None:
-        """Keep optimizers from stepping in backward, also those attached since the last call."""
-        self._stepping = [param for param in self._params if hasattr(param, "_in_backward_optimizers")]
+    def before_forward(self) -> None:
+        """Raise RuntimeError if the last backward did not reach all parameters.
+
+        Keep optimizers from stepping in the next one, also those attached since the last call.
+        """
+        if self._step is not None:
+            self.expect_finished()
+        watch = self._steps_in_backward
+        if watch.num_hooks != RemovableHandle.next_id:
+            watch.look()
+        watched = [self._params[index] for index in watch.handles]
+        self._stepping = [param for param in watched if hasattr(param, "_in_backward_optimizers")]
         if self._stepping:
             from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
@@ -365,21 +369,43 @@ class _WrappersReducer(Reducer):
 
     def _after_backward(self, is_averaged: bool) -> None:
         ddp = self._ddp()
-        if ddp is not None and any(map(self._is_left_out, parameters_of(ddp.module))):
-            named = ddp.module.named_parameters()
-            names = [name for name, param in named if name not in self._ignored and self._is_left_out(param)]
-            if names:
-                raise RuntimeError(errors.not_averaged_parameters(names))
+        # Without parameters' names, which take most of Module.parameters()'s time.
+        modules = () if ddp is None else ddp.module.modules()
+        if left_out := [
+            id(param)
+            for module in modules
+            for param in module._parameters.values()
+            if id(param) not in self._known
+            and param is not None
+            and (param.requires_grad and param.is_leaf and param.grad is not None)
+        ]:
+            named = named_parameters(ddp.module, self._ignored)  # type: ignore[union-attr]
+            if names := [name for name, param in named if id(param) in left_out]:
+                raise RuntimeError(
+                    f"{listed(names)} not averaged, and have gradients of this rank's own: they were added, "
+                    "replaced or unfrozen (requires_grad_, load_state_dict(assign=True), a new layer) after "
+                    "the module was wrapped. Wrap the module again after such a change; for parameters that "
+                    "are meant to stay each rank's own, call DistributedDataParallel."
+                    "_set_params_and_buffers_to_ignore_for_model(module, names) before"
+                )
         if is_averaged:
             for param in self._stepping:
                 for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
                     optimizer.step()
                 param.grad = None
 
-    def _is_left_out(self, param: torch.Tensor) -> bool:
-        return (
-            id(param) not in self._known and param.requires_grad and param.is_leaf and param.grad is not None
-        )
+
+class _CompilersView:
+    """The attribute that torch.compile reads of the wrapper whose forward is running: a bucket's bytes.
+
+    A compiled graph is one node of autograd: all its gradients come when its backward ends. So torch.compile
+    cuts graphs where a bucket is full, in the forward of torch's wrapper
+    (torch._dynamo.backends.distributed.DDPOptimizer). It finds the wrapper in a class attribute.
+    """
+
+    def __init__(self, cap_bytes: float):
+        # The first graph's cap is torch's for the first bucket, and may not be larger than the others'.
+        self.bucket_bytes_cap = max(int(cap_bytes), dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
 class _WrappersJoinHook(JoinHook):
@@ -390,28 +416,29 @@ class _WrappersJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self.ddp
-        if buffers := ddp.buffers_before_forward():
-            ddp.sync_buffers(buffers, _highest_rank(ddp.process_group, ddp.device, is_candidate=False))
-        ddp.require_forward_param_sync = bool(_will_average(ddp.process_group, ddp.device, False).item())
+        ddp.sync_buffers(has_input=False)
+        ddp.require_forward_param_sync = bool(_will_average(ddp, False).item())
         if ddp.require_forward_param_sync:
             ddp.reducer.join_with_zeros()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        src = _highest_rank(self.ddp.process_group, self.ddp.device, is_last_joiner)
-        self.ddp.sync_module(src, self.ddp.forward_sync_buffers)
+        self.ddp.sync_module(_highest_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
 
 
-def _highest_rank(group: dist.ProcessGroup, device: torch.device, is_candidate: bool) -> int:
+def _highest_rank(ddp: DistributedDataParallel, is_candidate: bool) -> int:
     """Return the highest rank that is a candidate, on every rank. The host waits."""
-    rank = torch.tensor([group.rank() if is_candidate else -1], device=device)
-    with Operation.of("find a rank that has input", group):
-        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
-    return int(rank.item())
+    rank = ddp.process_group.rank() if is_candidate else -1
+    return int(_reduced("find a rank that has input", ddp, rank, dist.ReduceOp.MAX).item())
 
 
-def _will_average(group: dist.ProcessGroup, device: torch.device, mine: bool) -> torch.Tensor:
+def _will_average(ddp: DistributedDataParallel, mine: bool) -> torch.Tensor:
     """Return a tensor: the number of ranks that average their next backward. The host does not wait."""
-    flag = torch.full((1,), int(mine), device=device)
-    with Operation.of("tell the other ranks whether this one averages its next backward", group):
-        dist.all_reduce(flag, group=group)
-    return flag
+    what = "tell the other ranks whether this one averages its next backward"
+    return _reduced(what, ddp, int(mine), dist.ReduceOp.SUM)
+
+
+def _reduced(what: str, ddp: DistributedDataParallel, value: int, operation: Any) -> torch.Tensor:
+    reduced = torch.full((1,), value, device=ddp.device)
+    with Operation.of(what, ddp.process_group):
+        dist.all_reduce(reduced, operation, group=ddp.process_group)
+    return reduced

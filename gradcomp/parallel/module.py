@@ -1,17 +1,150 @@
-"""The wrapped module: its parameters and buffers, its inputs and outputs, its compiled graphs."""
+"""What the wrapper is given: arguments, the module with its parameters and buffers, inputs and outputs."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradcomp.comm.consistency import require_same_on_all_ranks
+from gradcomp.comm.bucket import GradBucket
+from gradcomp.reducer.bucket import require_callable
+from gradcomp.reducer.parameters import require_plain
+
+_OWN_REDUCER = "a gradcomp.Reducer of your own for those parameters"
+_INSTEAD = {
+    "mixed_precision": "torch.autocast, or a hook that compresses to 16 bits",
+    "delay_all_reduce_named_params": _OWN_REDUCER,
+    "param_to_hook_all_reduce": _OWN_REDUCER,
+    "bucket_cap_mb_list": "bucket_cap_mb",
+}
+
+
+def refuse(**options: Any) -> None:
+    """Raise NotImplementedError if one of torch's options that this wrapper does not take is given."""
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"gradcomp's DistributedDataParallel has no {name}: use {_INSTEAD[name]}"
+            )
+
+
+def synchronizes_buffers(
+    check_reduction: bool, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[bool, bool]:
+    """Return whether buffers are synchronized at construction, and before every forward.
+
+    As in torch, broadcast_buffers=False turns both off, forward_sync_buffers=False the second alone. Warns of
+    deprecated arguments as torch's constructor does, at the line that calls the wrapper's.
+    """
+    messages = []
+    if broadcast_buffers is not None and forward_sync_buffers is not None:
+        messages.append(
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is "
+            "deprecated and its value is ignored when `forward_sync_buffers` is provided."
+        )
+    elif broadcast_buffers is not None:
+        messages.append(
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: unlike "
+            "`broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at init. If you "
+            "rely on buffers NOT being synced at init (e.g. rank-local buffers), keep using "
+            "`broadcast_buffers=False` until `init_sync_buffers` is available."
+        )
+    if check_reduction:
+        messages.append(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid "
+            "using it."
+        )
+    for message in messages:
+        warnings.warn(message, FutureWarning, stacklevel=3)
+    at_construction = forward_sync_buffers is not None or broadcast_buffers is not False
+    if forward_sync_buffers is None:
+        return at_construction, broadcast_buffers is None or broadcast_buffers
+    return at_construction, forward_sync_buffers
+
+
+def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
+    """Return the given group, the mesh's, or the default one. Raises the errors of torch's constructor."""
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+        return group
+    if process_group is None:
+        process_group = dist.group.WORLD
+    if process_group is None:
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call init_process_group."
+        )
+    return process_group
+
+
+def check_module(
+    module: nn.Module,
+    named: Mapping[str, torch.Tensor],
+    device_ids: list[Any] | None,
+    output_device: Any,
+) -> list[int] | None:
+    """Return the index of the device to move inputs to, in a list; None if they stay where they are.
+
+    named: the parameters by name.
+
+    Raises torch's errors for an unusable module, and TypeError for DTensors.
+    """
+    params = list(named.values())
+    for name, param in named.items():
+        require_plain(name, param)
+    for name, buffer in module.named_buffers():
+        require_plain(name, buffer, "buffer")
+    if any(isinstance(param, nn.parameter.UninitializedParameter) for param in params):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        )
+    if not any(param.requires_grad for param in params):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+            "gradient."
+        )
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    devices = {param.device for param in params}
+    device_types = {param.device.type for param in params}
+    if len(device_types) != 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module "
+            f"parameters locate in {device_types}."
+        )
+    if not device_ids or "cpu" in device_types or len(devices) > 1:
+        if device_ids or output_device:
+            raise ValueError(
+                "DistributedDataParallel device_ids and output_device arguments only work with "
+                "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+                f"{device_ids}, output_device {output_device}, and module parameters {devices}."
+            )
+        return None
+    device = (
+        torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
+    )
+    return [device.index or 0]
+
+
+def check_hook(state: Any, hook: Callable[..., Any]) -> None:
+    """Raise TypeError or ValueError, as torch's register_comm_hook does, for a hook it can't call."""
+    require_callable(state, hook)
+    signature = inspect.signature(hook)
+    annotation = signature.parameters["bucket"].annotation
+    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+        )
 
 
 def named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -19,49 +152,10 @@ def named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
 
 
-def parameters_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return all parameters, without their names, which take most of Module.parameters()'s time."""
-    return [param for each in module.modules() for param in each._parameters.values() if param is not None]
-
-
-def buffers_of(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
-    """Return the buffers, without the ignored ones. Call it every time: a module may replace buffers."""
-    if ignored:
-        return [buffer for name, buffer in module.named_buffers() if name not in ignored]
-    # Without their names, which take most of Module.buffers()'s time.
-    unique = {id(buffer): buffer for each in module.modules() for buffer in each._buffers.values()}
-    return [buffer for buffer in unique.values() if buffer is not None]
-
-
 def sparse_weights(module: nn.Module) -> list[torch.Tensor]:
     """Return the parameters that have sparse gradients."""
     layers = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
     return [layer.weight for layer in layers if layer.sparse]
-
-
-def require_same_buffers(
-    module: nn.Module,
-    ignored: set[str],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    in_forward: bool,
-    at_construction: bool,
-) -> None:
-    """Raise RuntimeError on every rank unless all ranks synchronize the same buffers at the same times."""
-    named = [each for each in module.named_buffers() if each[0] not in ignored]
-    described: list[Any] = [(name, tuple(buffer.shape), buffer.dtype) for name, buffer in named]
-    require_same_on_all_ranks(
-        "what DistributedDataParallel was given",
-        {
-            "forward_sync_buffers (broadcast_buffers)": in_forward,
-            "synchronizing buffers at construction": at_construction,
-            "buffers": described if in_forward or at_construction else [],
-        },
-        group,
-        device,
-        "Build the same model on every rank, and wrap it with the same options",
-    )
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -106,29 +200,3 @@ def through_sink(outputs: Any) -> Any:
     for position, tensor in zip(positions, passed, strict=True):
         leaves[position] = tensor
     return tree_unflatten(leaves, structure)
-
-
-@dataclass(frozen=True)
-class _CompilersView:
-    """The only attribute that torch.compile reads of the wrapper whose forward is running."""
-
-    bucket_bytes_cap: int
-
-
-@contextmanager
-def graphs_end_with_buckets(cap_bytes: float) -> Iterator[None]:
-    """Within the context torch.compile cuts graphs where a bucket of this cap is full.
-
-    A compiled graph is one node of autograd: all its gradients come when its backward ends. So torch.compile
-    cuts graphs in the forward of torch's wrapper (torch._dynamo.backends.distributed.DDPOptimizer). It finds
-    the wrapper in a class attribute.
-    """
-    # The first graph's cap is torch's for the first bucket, and may not be larger than the others'.
-    view = _CompilersView(max(int(cap_bytes), dist._DEFAULT_FIRST_BUCKET_BYTES))
-    holder: Any = TorchDistributedDataParallel
-    before = getattr(holder, "_active_ddp_module", None)  # of a wrapper around this one
-    holder._active_ddp_module = view
-    try:
-        yield
-    finally:
-        holder._active_ddp_module = before

@@ -84,7 +84,7 @@ class Network:
 
     @property
     def has_delay(self) -> bool:
-        """Whether hooks find that a round trip takes long; see comm/delay.py."""
+        """Whether hooks find that a round trip takes long; see comm/exchange.py."""
         return self.by_messages and self.round_trip_s >= MIN_DELAY_S
 
     def sent_bytes(self, collective: Collective) -> float:

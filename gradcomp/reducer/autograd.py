@@ -7,6 +7,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -16,9 +18,8 @@ from torch._C import _current_graph_task_id
 from torch._C._dynamo import eval_frame
 from torch.utils.hooks import RemovableHandle
 
-from . import errors
-
 Function = TypeVar("Function", bound=Callable[..., Any])
+Owner = TypeVar("Owner")
 
 
 def not_compiled(function: Function, *, recursive: bool = True) -> Function:
@@ -40,18 +41,8 @@ def not_compiled(function: Function, *, recursive: bool = True) -> Function:
 
 
 # Types whose attributes hold no tensors of a forward: modules hold parameters there.
-_NOT_OUTPUTS = (
-    nn.Module,
-    type,
-    ModuleType,
-    FunctionType,
-    BuiltinFunctionType,
-    MethodType,
-    str,
-    bytes,
-    int,
-    float,
-)
+_CODE: tuple[type, ...] = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_NOT_OUTPUTS = (*_CODE, str, bytes, int, float)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -72,53 +63,33 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
                 waiting.append((inner, is_within))
 
 
-def _held_by(item: Any, is_attribute: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield an output's parts, each with whether it is an object's attribute, or within one."""
+def _held_by(item: Any, is_attribute: bool) -> list[tuple[Any, bool]]:
+    """Return an output's parts, each with whether it is an object's attribute, or within one."""
     if item is None or isinstance(item, _NOT_OUTPUTS):
-        return
+        return []
     if isinstance(item, Mapping):
-        yield from ((each, is_attribute) for each in item.values())
+        held: Iterable[Any] = item.values()
     elif isinstance(item, tuple | list | set | frozenset | deque):
-        yield from ((each, is_attribute) for each in item)
+        held = item
     elif dataclasses.is_dataclass(item):
-        fields = dataclasses.fields(item)
-        yield from ((getattr(item, field.name, None), is_attribute) for field in fields)
+        held = [getattr(item, field.name, None) for field in dataclasses.fields(item)]
     else:
-        slots = [name for base in type(item).__mro__ for name in _slots_of(base)]
-        held = [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
-        yield from ((each, True) for each in held)
+        slots = [base.__dict__.get("__slots__", ()) for base in type(item).__mro__]
+        names = chain.from_iterable((each,) if isinstance(each, str) else each for each in slots)
+        held = [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in names)]
+        is_attribute = True
+    return [(each, is_attribute) for each in held]
 
 
-def _slots_of(base: type) -> tuple[str, ...]:
-    slots = base.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+@not_compiled
+def _call(owner: weakref.ref[Owner], function: Callable[[Owner, Any], None], argument: Any, *_: Any) -> None:
+    """Call function(owner, argument), as a node's hook, if the owner lives.
 
-
-def reached(outputs: Any, accumulators: Mapping[Any, int]) -> set[int]:
-    """Return the indices of the parameters that the outputs depend on.
-
-    accumulators: a parameter's AccumulateGrad node -> the parameter's index. The caller keeps the nodes
-        alive: autograd makes another Python object for a node when no reference to the last one exists.
+    A node must not keep the owner alive: Python's garbage collector can't see through it.
     """
-    found: set[int] = set()
-    waiting = [tensor.grad_fn for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
-    leaves = {id(tensor) for tensor in tensors_in(outputs) if tensor.grad_fn is None and tensor.requires_grad}
-    for node, index in accumulators.items():
-        if id(getattr(node, "variable", None)) in leaves:
-            found.add(index)
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node in accumulators:
-            found.add(accumulators[node])
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return found
-
-
-Owner = TypeVar("Owner")
+    living = owner()
+    if living is not None:
+        function(living, argument)
 
 
 class AccumulateGradHooks:
@@ -126,7 +97,8 @@ class AccumulateGradHooks:
 
     on_ready(owner, index): called when a parameter's gradient is in its .grad, or is known to be undefined.
     owner: held weakly.
-    nodes: one per parameter, kept alive here.
+    nodes: one per parameter, kept alive here: autograd makes another Python object for a node when no
+        reference to the last one exists.
     """
 
     def __init__(
@@ -137,16 +109,20 @@ class AccumulateGradHooks:
         on_ready: Callable[[Owner, int], None],
     ):
         self._params, self._names = params, names
-        self.nodes = _accumulators(params)
-        living = weakref.ref(owner)
-        self._handles = [
-            node.register_hook(_hook(living, on_ready, index)) for index, node in enumerate(self.nodes)
-        ]
+        self.nodes = _nodes_of(params)
+        hooks = [partial(_call, weakref.ref(owner), on_ready, index) for index in range(len(params))]
+        self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, hooks, strict=True)]
 
     def out_of_reach(self, outputs: Any) -> set[int]:
         """Return the indices of the parameters that a backward from these outputs won't reach."""
-        indices = {node: index for index, node in enumerate(self.nodes)}
-        return set(range(len(self.nodes))) - reached(outputs, indices)
+        waiting = _nodes_of([tensor for tensor in tensors_in(outputs) if tensor.requires_grad])
+        seen = set(waiting)
+        while waiting:
+            for following, _ in waiting.pop().next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        return {index for index, node in enumerate(self.nodes) if node not in seen}
 
     def require_attached(self, indices: Iterable[int]) -> None:
         """Raise RuntimeError if one of these parameters has lost its hook.
@@ -155,14 +131,15 @@ class AccumulateGradHooks:
         parameter has no node, and passes.
         """
         indices = [index for index in indices if self._params[index].requires_grad]
-        nodes = _accumulators([self._params[index] for index in indices])
-        lost = [
-            self._names[index]
-            for index, node in zip(indices, nodes, strict=True)
-            if node is not self.nodes[index]
-        ]
+        nodes = _nodes_of([self._params[index] for index in indices])
+        lost = [index for index, node in zip(indices, nodes, strict=True) if node is not self.nodes[index]]
         if lost:
-            raise RuntimeError(errors.converted(lost))
+            raise RuntimeError(
+                f"{listed([self._names[index] for index in lost])} no longer where gradients are averaged: "
+                "autograd accumulates theirs elsewhere since they were moved or converted (.to(), .double(), "
+                ".cuda(), other .data). Give the module its dtype and device before it is wrapped, and "
+                "before a Reducer is constructed"
+            )
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -177,26 +154,19 @@ class _Join(torch.autograd.Function):
         return torch.empty(0)
 
 
-def _accumulators(params: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the AccumulateGrad nodes of leaves that require gradients."""
-    if not params:
+def _nodes_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the nodes of tensors that require gradients; a leaf's is its AccumulateGrad node."""
+    if not tensors:
         return []
     with torch.enable_grad():
-        joined = _Join.apply(*params)  # type: ignore[no-untyped-call]
+        joined = _Join.apply(*tensors)  # type: ignore[no-untyped-call]
     return [node for node, _ in joined.grad_fn.next_functions]
 
 
-def _hook(
-    owner: weakref.ref[Owner], on_ready: Callable[[Owner, int], None], index: int
-) -> Callable[..., None]:
-    # The node must not keep the owner alive: Python's garbage collector can't see through it.
-    @not_compiled
-    def hook(*_: Any) -> None:
-        living = owner()
-        if living is not None:
-            on_ready(living, index)
-
-    return hook
+def listed(names: Sequence[str]) -> str:
+    """Return the subject of a sentence in an error: these parameters."""
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"parameters {shown} are"
 
 
 def call_when_backward_starts(
@@ -213,14 +183,7 @@ def call_when_backward_starts(
         # A view that is changed in place gets another node, but its base's node stays in the graph.
         nodes.add(None if tensor._base is None else tensor._base.grad_fn)
     nodes.discard(None)
-    living = weakref.ref(owner)
-
-    @not_compiled
-    def hook(*_: Any) -> None:
-        owner = living()
-        if owner is not None:
-            function(owner, argument)
-
+    hook = partial(_call, weakref.ref(owner), function, argument)
     for node in nodes:
         node.register_prehook(hook)
     return bool(nodes)
@@ -238,17 +201,16 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
     if task not in tasks:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if getattr(compiled, "in_compiled_autograd_region", False):
-            raise RuntimeError(errors.COMPILED_AUTOGRAD)
+            raise RuntimeError(
+                "compiled autograd (torch._dynamo.config.compiled_autograd) runs this backward, and does not "
+                "tell a Reducer when it ends. Set torch._dynamo.config.compiled_autograd = False, or call "
+                "backward() outside of the function that torch.compile compiles: forwards are compiled all "
+                "the same. For a compiled backward use torch's DistributedDataParallel with "
+                "torch._dynamo.config.optimize_ddp = 'python_reducer', where allreduce_hook, "
+                "fp16_compress_hook and bf16_compress_hook of gradcomp run"
+            )
         tasks.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def is_within_another_backward() -> bool:
-    """Return whether the backward that ends is within another one.
-
-    Only for functions that call_at_end_of_backward calls.
-    """
-    return torch._C._current_autograd_node() is not None
 
 
 class StepsInBackward:
@@ -258,65 +220,61 @@ class StepsInBackward:
     parameters with such hooks cost time. A hook that only reads is no error.
 
     nodes: the parameters' AccumulateGrad nodes.
+    handles: of the watched parameters, by index.
+    num_hooks: RemovableHandle.next_id, the number of the process's hooks, when none was unseen. While it
+        stays equal, look() finds nothing: to ask every parameter takes a hundredth of a step.
+    versions_before: parameters' versions just before a backward accumulated their gradients.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], nodes: Sequence[Any]):
         self._params, self._names, self._nodes = params, names, nodes
-        self._handles: dict[int, Any] = {}
-        self._task, self._versions_before = -1, dict[int, int]()
-        self._num_hooks = -1
+        self.handles: dict[int, Any] = {}
+        self._task = -1
+        self.versions_before: dict[int, int] = {}
         self.look()
 
     def look(self) -> None:
         """Watch the parameters that have got hooks since the last call."""
-        # RemovableHandle counts the process's hooks. To ask every parameter takes a hundredth of a step.
-        if self._num_hooks == RemovableHandle.next_id:
-            return
         for index, param in enumerate(self._params):
             has_hooks = param._post_accumulate_grad_hooks or "_in_backward_optimizers" in param.__dict__
-            if has_hooks and index not in self._handles:
-                self._handles[index] = self._nodes[index].register_prehook(
-                    _recorder(weakref.ref(self), index)
-                )
-        self.expect_hooks()
+            if has_hooks and index not in self.handles:
+                hook = partial(self._record, weakref.ref(self), index)  # weakly: the watcher holds the node
+                self.handles[index] = self._nodes[index].register_prehook(hook)
+        self.num_hooks = RemovableHandle.next_id
 
-    def expect_hooks(self) -> None:
-        """Ignore the hooks registered since the last look: they are on no parameter."""
-        self._num_hooks = RemovableHandle.next_id
-
-    def record(self, index: int) -> None:
+    @staticmethod
+    @not_compiled
+    def _record(watcher: weakref.ref[StepsInBackward], index: int, gradients: Sequence[Any]) -> None:
         """Note a parameter's version just before a backward accumulates its gradient."""
-        task = _current_graph_task_id()
-        if task != self._task:
+        self = watcher()
+        if self is None or gradients[0] is None:
+            return
+        if (task := _current_graph_task_id()) != self._task:
             self._task = task
-            self._versions_before.clear()
-        self._versions_before[index] = self._params[index]._version
+            self.versions_before.clear()
+        self.versions_before[index] = self._params[index]._version
 
     def require_none(self) -> None:
         """Raise RuntimeError if the backward that ends has changed parameters or taken their gradients."""
-        if not self._versions_before or self._task != _current_graph_task_id():
+        if self._task != _current_graph_task_id():
             return
-        before, params = self._versions_before, self._params
-        found = [
+        before, self.versions_before = self.versions_before, {}
+        params = {index: self._params[index] for index in before}
+        stepped = [
             self._names[index]
-            for index, version in before.items()
-            if params[index]._version != version or params[index].grad is None
+            for index, param in params.items()
+            if param._version != before[index] or param.grad is None
         ]
-        before.clear()
-        if found:
-            raise RuntimeError(errors.stepped_in_backward(found))
+        if stepped:
+            raise RuntimeError(
+                f"{listed(stepped)} changed, or without a gradient, when backward ends, before the ranks' "
+                "mean was there. Likely cause: an optimizer that steps in "
+                "register_post_accumulate_grad_hook or in torch's _apply_optimizer_in_backward, with this "
+                "rank's gradient. Step after backward(), when .grad is the mean; "
+                "gradcomp.DistributedDataParallel steps optimizers of _apply_optimizer_in_backward at the "
+                "right time, if they are attached before the forward"
+            )
 
     def remove(self) -> None:
-        for handle in self._handles.values():
+        for handle in self.handles.values():
             handle.remove()
-
-
-def _recorder(watcher: weakref.ref[StepsInBackward], index: int) -> Callable[[Sequence[Any]], None]:
-    # Weakly: the watcher holds the node.
-    @not_compiled
-    def hook(gradients: Sequence[Any]) -> None:
-        living = watcher()
-        if living is not None and gradients[0] is not None:
-            living.record(index)
-
-    return hook

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -73,46 +74,48 @@ class Averaging:
             state = resolve_group("average_", process_group)
         elif process_group is not None:
             raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
-        is_group = isinstance(state, dist.ProcessGroup)
-        self._group = joined_group(state if is_group else getattr(state, "process_group", None))
+        group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
+        paired, layout_of = _paired(tensors, state, keys)
         pairs_of: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for parameter, tensor in _with_parameters(tensors, state, keys):
+        for parameter, tensor in paired:
             pairs_of.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
         self._buckets: list[_FlatBucket] = []
-        for index, ((_, device), pairs) in enumerate(pairs_of.items()):
+        for index, ((dtype, device), pairs) in enumerate(pairs_of.items()):
             parameters, members = map(list, zip(*pairs, strict=True))
-            layout = FlatLayout(member.shape for member in members)
-            buffer = torch.empty(layout.numel, dtype=members[0].dtype, device=device)
-            ops.flatten(members, layout, out=buffer)
+            layout = layout_of(tuple(member.shape for member in members))
+            buffer = torch.empty(layout.numel, dtype=dtype, device=device)
+            split = zip(buffer.split(layout.numels), members, strict=True)
+            parts = [part.view(member.shape) for part, member in split]
+            ops.flatten(members, layout, out=buffer, parts=parts)
             # On a CPU the last bucket's hook waits for all collectives.
             is_last = index == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
-            bucket: Any = GradBucket(index, buffer, parameters, is_last)
-            with self._explained(index):
-                future = self._hook(state, bucket)
-            self._buckets.append(_FlatBucket(members, layout, buffer, future))
+            given: Any = GradBucket(index, buffer, parameters, is_last)
+            operation = Operation.averaging(index, f"{name_of(self._hook)} in average_", joined_group(group))
+            with operation:
+                future = self._hook(state, given)
+            self._buckets.append(_FlatBucket(members, layout, buffer, parts, operation, future))
 
     @torch.no_grad()
     def wait(self) -> None:
         """Write the averages to the tensors."""
-        for index, (members, layout, buffer, future) in enumerate(self._buckets):
-            with self._explained(index):
-                result = result_of(future, self._hook, as_real(buffer))
-            if buffer.is_complex():
-                as_real(buffer).copy_(result)
-                result = buffer
-            ops.unflatten(result.contiguous(), layout, out=members)
+        for members, layout, buffer, parts, operation, future in self._buckets:
+            wire = as_real(buffer)
+            with operation:
+                result = result_of(future, self._hook, wire)
+            if result.data_ptr() != wire.data_ptr():
+                wire.copy_(result)
+            ops.unflatten(buffer, layout, out=members, parts=parts)
         self._buckets = []
-
-    def _explained(self, index: int) -> Operation:
-        return Operation.averaging(index, f"{name_of(self._hook)} in average_", self._group)
 
 
 class _FlatBucket(NamedTuple):
-    """Tensors, their layout in a flat buffer, the buffer, and the future of its average."""
+    """Tensors in a flat buffer, the parts of it that are theirs, and the future of its average."""
 
     members: list[torch.Tensor]
     layout: FlatLayout
     buffer: torch.Tensor
+    parts: list[torch.Tensor]
+    operation: Operation
     future: Any
 
 
@@ -126,10 +129,8 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
         require_no_capture("average_ can't average tensors", tensor.device)
     if keys is not None and (len(keys) != len(tensors) or len(set(map(repr, keys))) != len(keys)):
-        raise ValueError(
-            f"average_ takes one key per tensor, each another one: got {list(keys)} for {len(tensors)} "
-            "tensors"
-        )
+        given = f"{list(keys)} for {len(tensors)} tensors"
+        raise ValueError(f"average_ takes one key per tensor, each another one: got {given}")
 
 
 class _Slot:
@@ -158,12 +159,16 @@ class _Slots:
         self._with_key: dict[Hashable, _Slot] = {}
         self._without: list[_Slot] = []
         self._num_made = 0
+        self.layout_of = lru_cache(maxsize=64)(FlatLayout)  # most lists come again
 
     def of(self, state: Any, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Slot]:
         """Return each tensor's slot. The state knows a slot with a key by that name, in checkpoints too."""
         if keys is not None:
-            slots = [self._of_key(tensor, key) for tensor, key in zip(tensors, keys, strict=True)]
-            if hasattr(state, "number_parameters"):
+            slot_of, pairs = self._with_key, list(zip(keys, tensors, strict=True))
+            new = [(key, each) for key, each in pairs if key not in slot_of or not slot_of[key].suits(each)]
+            slot_of.update((key, _Slot(tensor, (1, repr(key)))) for key, tensor in new)
+            slots = [slot_of[key] for key in keys]
+            if new and hasattr(state, "number_parameters"):
                 state.number_parameters((slot.order[1], slot.parameter) for slot in slots)
             return slots
         # The memory goes with its tensor.
@@ -179,12 +184,6 @@ class _Slots:
             slots.append(slot)
         return slots
 
-    def _of_key(self, tensor: torch.Tensor, key: Hashable) -> _Slot:
-        slot = self._with_key.get(key)
-        if slot is None or not slot.suits(tensor):
-            slot = self._with_key[key] = _Slot(tensor, (1, repr(key)))
-        return slot
-
     def _of_new(self, tensor: torch.Tensor, taken: set[int]) -> _Slot:
         """Return the first free slot that suits a new tensor."""
         for slot in self._without:
@@ -198,12 +197,18 @@ class _Slots:
 _slots_of: MutableMapping[Any, _Slots] = WeakIdKeyDictionary()
 
 
-def _with_parameters(
+def _paired(
     tensors: Sequence[torch.Tensor], state: Any, keys: Sequence[Hashable] | None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each tensor with the parameter that hooks see, in an order independent of the list's."""
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Callable[[Any], FlatLayout]]:
+    """Pair each tensor with the parameter that hooks see, in an order independent of the list's.
+
+    Returns the pairs, and a function that makes layouts from shapes.
+    """
     if state is None or isinstance(state, dist.ProcessGroup):
-        return [(tensor, tensor) for tensor in tensors]
-    slots = _slots_of.setdefault(state, _Slots()).of(state, tensors, keys)
-    pairs = sorted(zip(slots, tensors, strict=True), key=lambda pair: pair[0].order)
-    return [(slot.parameter, tensor) for slot, tensor in pairs]
+        return list(zip(tensors, tensors, strict=True)), FlatLayout
+    slots = _slots_of.get(state)
+    if slots is None:
+        slots = _slots_of[state] = _Slots()
+    pairs = list(zip(slots.of(state, tensors, keys), tensors, strict=True))
+    pairs.sort(key=lambda pair: pair[0].order)
+    return [(slot.parameter, tensor) for slot, tensor in pairs], slots.layout_of

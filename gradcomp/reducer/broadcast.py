@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,14 +36,8 @@ class RepeatedBroadcast:
             kept.broadcast(chunk, src, group)
 
 
-class _Description(NamedTuple):
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-
-
-def _described(tensors: Sequence[torch.Tensor]) -> list[_Description]:
-    return [_Description(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]
+def _described(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
+    return [(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -67,17 +60,16 @@ class _Chunk:
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self.descriptions = _described(tensors)
         self._indices: dict[torch.dtype, list[int]] = {}
-        for index, description in enumerate(self.descriptions):
-            self._indices.setdefault(description.dtype, []).append(index)
-        lengths = [
-            sum(tensors[index].nbytes for index in indices) + ALIGNMENT_BYTES - 1
-            for indices in self._indices.values()
-        ]
-        lengths = [length - length % ALIGNMENT_BYTES for length in lengths]
+        for index, tensor in enumerate(tensors):
+            self._indices.setdefault(tensor.dtype, []).append(index)
+        lengths = []
+        for indices in self._indices.values():
+            num_bytes = sum(tensors[index].nbytes for index in indices)
+            lengths.append(-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         self._wire = torch.empty(sum(lengths), dtype=torch.uint8, device=tensors[0].device)
         self._views: dict[torch.dtype, list[torch.Tensor]] = {}
         for (dtype, indices), part in zip(self._indices.items(), self._wire.split(lengths), strict=True):
-            shapes = [self.descriptions[index].shape for index in indices]
+            shapes = [tensors[index].shape for index in indices]
             numels = [shape.numel() for shape in shapes]
             parts = part.view(dtype)[: sum(numels)].split(numels)
             self._views[dtype] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,16 +1,22 @@
-"""Buckets of gradients: which parameters share one, and the memory that holds their gradients."""
+"""Buckets of gradients: which parameters share one, their memory, and their average over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from gradcomp import ops
+from gradcomp.comm.all_reduce import average_in_place
+from gradcomp.comm.bucket import GradBucket, Hook, TakesBack, as_real, name_of, result_of
+from gradcomp.comm.exchange import has_delay
+from gradcomp.comm.process_group import Operation
 from gradcomp.layout import FlatLayout
 
-from .parameters import check_gradient, expected_gradient
+from .parameters import check_gradient
 
 
 def assign_buckets(
@@ -19,7 +25,7 @@ def assign_buckets(
     """Divide tensors among buckets, in the order given. Returns the indices of each bucket's tensors.
 
     sizes_bytes: the tensors' sizes.
-    keys: only tensors of one key (dtype and device) share a bucket. None: a bucket for this tensor alone.
+    keys: only tensors of one key (dtype and device) share a bucket.
     caps_bytes: the cap of a key's first bucket, and the cap of its others. A small first bucket lets
         communication start early.
 
@@ -31,15 +37,21 @@ def assign_buckets(
     filled = dict.fromkeys(keys, 0.0)
     caps = dict.fromkeys(keys, caps_bytes[0])
     for index, (size, key) in enumerate(zip(sizes_bytes, keys, strict=True)):
-        if key is None:
-            full.append([index])
-            continue
         open_buckets.setdefault(key, []).append(index)
         filled[key] += size
         if filled[key] >= caps[key]:
             full.append(open_buckets.pop(key))
             filled[key], caps[key] = 0.0, caps_bytes[1]
     return sorted([*full, *open_buckets.values()], key=max)
+
+
+class _Run(NamedTuple):
+    """Consecutive parameters of a bucket: their positions, layout, part of the buffer, and views."""
+
+    where: slice
+    layout: FlatLayout
+    part: torch.Tensor
+    views: list[torch.Tensor]
 
 
 class Bucket:
@@ -53,8 +65,7 @@ class Bucket:
     A view has its parameter's strides, so a channels-last gradient is stored in the buffer as in its own
     memory. A parameter with gaps or overlaps between its elements has a contiguous view.
 
-    A step calls begin(), counts num_pending down as parameters become ready, calls fill(), and after the
-    averaging write_back(). A position is a parameter's place in the bucket.
+    A step calls fill(), and after the averaging write_back(). A position is a parameter's place in a bucket.
     """
 
     def __init__(
@@ -73,18 +84,13 @@ class Bucket:
         parts = self.buffer.split(numels)
         self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
         self._addresses = [view.data_ptr() for view in self.views]
-        self._expected = expected_gradient(parameters[0])
+        self._expected = torch.strided, parameters[0].dtype, parameters[0].device
         self._apart: set[int] = set()  # positions of gradients that are never views
-        self._runs: dict[tuple[int, int], tuple[FlatLayout, torch.Tensor, list[torch.Tensor]]] = {}
-        self.begin()
+        self._run_of: dict[tuple[int, int], _Run] = {}  # by the first and the last position
 
     def keep_apart(self, indices: AbstractSet[int]) -> None:
         """Leave these parameters' gradients in memory of their own, with as_view, too."""
         self._apart = {position for position, index in enumerate(self.indices) if index in indices}
-
-    def begin(self) -> None:
-        """Begin a step: no parameter is ready."""
-        self.num_pending = len(self.parameters)
 
     def fill(self, scale: float) -> None:
         """buffer = scale · the parameters' gradients; zeros where there are none.
@@ -93,29 +99,29 @@ class Bucket:
         gradient of another layout, dtype or device.
         """
         gradients = [parameter.grad for parameter in self.parameters]
-        self._check(gradients)
+        found = {(each.layout, each.dtype, each.device) for each in gradients if each is not None}
+        if not found <= {self._expected}:
+            for gradient, name in zip(gradients, self._names, strict=True):
+                check_gradient(gradient, self._expected, name)
         if self._apart:
             gradients = self._moved_apart(gradients)
         absent = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
-        outside = self._outside(range(len(gradients)), gradients)
+        outside = self._outside(gradients)
         if absent:
             torch._foreach_zero_(absent)
-        if scale != 1.0:
+        if scale != 1.0 and len(outside) + len(absent) < len(gradients):
             self._scale_held(set(outside), gradients, scale)
-        for run in _runs(outside):
-            layout, part, views = self._run(outside[run])
-            members = [gradients[position] for position in outside[run]]
-            ops.flatten(members, layout, out=part, scale=scale, parts=views)  # type: ignore[arg-type]
+        for where, layout, part, views in self._runs(outside):
+            ops.flatten(gradients[where], layout, out=part, scale=scale, parts=views)  # type: ignore[arg-type]
             if self._as_view:
                 # At once: this frees the gradients' own memory before autograd makes the next gradients.
-                for position, view in zip(outside[run], views, strict=True):
+                for position, view in enumerate(views, where.start):
                     if position not in self._apart:
                         self.parameters[position].grad = view
 
     def _moved_apart(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Move the gradients that are in the buffer, and may not be views of it, to memory of their own."""
-        inside = self._apart.difference(self._outside(range(len(gradients)), gradients))
-        for position in inside:
+        for position in self._apart.difference(self._outside(gradients)):
             gradient = gradients[position]
             if gradient is not None:
                 self.parameters[position].grad = gradient.clone()
@@ -133,7 +139,7 @@ class Bucket:
         ]
         if len(held) == len(self.views):
             self.buffer.mul_(scale)
-        elif held:
+        else:
             ops.scale_(held, scale)
 
     def average_beyond(self, position: int, gradient: torch.Tensor | None) -> torch.Tensor:
@@ -148,47 +154,29 @@ class Bucket:
 
         left_out: the positions of parameters that keep the gradients they have.
         """
-        positions = [position for position in range(len(self.parameters)) if position not in left_out]
+        copied = set(range(len(self.parameters))) - left_out
         if self._as_view:
-            for position in positions:
-                if position not in self._apart and self.parameters[position].grad is not self.views[position]:
+            for position in copied - self._apart:
+                if self.parameters[position].grad is not self.views[position]:
                     self.parameters[position].grad = self.views[position]
-            positions = [position for position in positions if position in self._apart]
-            if not positions:
-                return
-        gradients = [self._own_gradient(position) for position in positions]
-        own = dict(zip(positions, gradients, strict=True))
-        outside = self._outside(positions, gradients)
-        for run in _runs(outside):
-            layout, part, views = self._run(outside[run])
-            ops.unflatten(part, layout, out=[own[position] for position in outside[run]], parts=views)
+            copied &= self._apart
+        own: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for position in copied:
+            gradient = self.parameters[position].grad
+            if gradient is None or gradient.requires_grad:
+                # With create_graph, the graph computes this rank's gradient, not the average.
+                gradient = torch.empty_like(self.views[position]) if gradient is None else gradient.detach()
+                self.parameters[position].grad = gradient
+            own[position] = gradient
+        for where, layout, part, views in self._runs(self._outside(own)):
+            ops.unflatten(part, layout, out=own[where], parts=views)  # type: ignore[arg-type]
 
-    def _own_gradient(self, position: int) -> torch.Tensor:
-        """Return a parameter's .grad, in memory of its own, to write an average to. Makes one for None."""
-        parameter = self.parameters[position]
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.empty_like(self.views[position], memory_format=torch.preserve_format)
-            parameter.grad = gradient
-        elif gradient.requires_grad:
-            # With create_graph, the graph computes this rank's gradient, not the average.
-            gradient = gradient.detach()
-            parameter.grad = gradient
-        return gradient
-
-    def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise RuntimeError for a gradient of another layout, dtype or device than the bucket's."""
-        found = {(each.layout, each.dtype, each.device) for each in gradients if each is not None}
-        if not found <= {self._expected}:
-            for gradient, name in zip(gradients, self._names, strict=True):
-                check_gradient(gradient, self._expected, name)
-
-    def _outside(self, positions: Iterable[int], gradients: Iterable[torch.Tensor | None]) -> list[int]:
+    def _outside(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
         """Return the positions of gradients outside the buffer."""
         # The address comes first: most gradients are outside, and it alone shows that.
         return [
             position
-            for position, gradient in zip(positions, gradients, strict=True)
+            for position, gradient in enumerate(gradients)
             if gradient is not None
             and (
                 gradient.data_ptr() != self._addresses[position]
@@ -196,27 +184,25 @@ class Bucket:
             )
         ]
 
-    def _run(self, positions: list[int]) -> tuple[FlatLayout, torch.Tensor, list[torch.Tensor]]:
-        """Return consecutive parameters' layout, their part of the buffer, and their views."""
-        key = (positions[0], positions[-1])
-        if key not in self._runs:
-            views = [self.views[position] for position in positions]
-            layout = FlatLayout([view.shape for view in views], [view.stride() for view in views])
-            start = views[0].storage_offset()
-            self._runs[key] = layout, self.buffer[start : start + layout.numel], views
-        return self._runs[key]
-
-
-def _runs(positions: list[int]) -> Iterator[slice]:
-    """Yield slices of an ascending list: runs of consecutive numbers."""
-    start = 0
-    if positions and positions[-1] - positions[0] + 1 == len(positions):
-        start = len(positions)
-        yield slice(0, start)
-    for i in range(start + 1, len(positions) + 1):
-        if i == len(positions) or positions[i] != positions[i - 1] + 1:
-            yield slice(start, i)
-            start = i
+    def _runs(self, positions: list[int]) -> Iterator[_Run]:
+        """Yield ascending positions in runs of consecutive ones: each has one piece of the buffer."""
+        start = 0
+        while start < len(positions):
+            stop = start + 1
+            if positions[-1] - positions[start] == len(positions) - 1 - start:
+                stop = len(positions)
+            while stop < len(positions) and positions[stop] == positions[stop - 1] + 1:
+                stop += 1
+            ends = positions[start], positions[stop - 1]
+            if ends not in self._run_of:
+                where = slice(ends[0], ends[1] + 1)
+                views = self.views[where]
+                layout = FlatLayout([view.shape for view in views], [view.stride() for view in views])
+                offset = views[0].storage_offset()
+                part = self.buffer[offset : offset + layout.numel]
+                self._run_of[ends] = _Run(where, layout, part, views)
+            yield self._run_of[ends]
+            start = stop
 
 
 def _like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -228,3 +214,164 @@ def _like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are the same elements in the same order."""
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
+
+
+Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook or exchanges; of an all-reduce
+
+
+class BucketCommunicator:
+    """Assigns parameters to buckets, and averages the buckets.
+
+    Parameters are known by their indices.
+    caps_bytes: the cap of the first bucket of a dtype and device, and the cap of the others.
+    as_view: gradients are views of the buckets.
+    divisor: without a hook, sums of gradients are divided by it; at first the group's size.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        names: Sequence[str],
+        group: dist.ProcessGroup,
+        caps_bytes: tuple[float, float],
+        as_view: bool,
+    ):
+        self.params, self.names = params, names
+        self._group, self.caps_bytes, self.as_view = group, caps_bytes, as_view
+        self.hook: tuple[Any, Hook] | None = None
+        self.divisor = group.size()
+        self.buckets: list[Bucket] = []
+        self._operations: list[Operation] = []  # the averagings of the buckets
+        self.bucket_of: dict[int, int] = {}  # a parameter's bucket
+        self._apart: set[int] = set()
+
+    def keep_apart(self, indices: set[int]) -> None:
+        """Leave these parameters' gradients in memory of their own, with as_view, too."""
+        if indices != self._apart:
+            self._apart = indices
+            for bucket in self.buckets:
+                bucket.keep_apart(indices)
+
+    @torch.no_grad()
+    def build(self, order: Iterable[int]) -> None:
+        """Assign the parameters, in this order, to new buckets. Gradients that are views move there."""
+        indices = list(order)
+        params = [self.params[index] for index in indices]
+        sizes = [param.numel() * param.element_size() for param in params]
+        keys = [(param.dtype, param.device) for param in params]
+        self.buckets = []
+        for positions in assign_buckets(sizes, keys, self.caps_bytes):
+            chosen = [indices[position] for position in positions]
+            members = [self.params[index] for index in chosen]
+            names = [self.names[index] for index in chosen]
+            self.buckets.append(Bucket(chosen, members, names, self.as_view))
+        self.bucket_of = {index: number for number, each in enumerate(self.buckets) for index in each.indices}
+        self._name_operations()
+        for bucket in self.buckets:
+            bucket.keep_apart(self._apart)
+            if self.as_view:
+                bucket.fill(1.0)
+
+    def register(self, state: Any, hook: Hook) -> None:
+        """Average with hook(state, bucket). A state with number_parameters gets the parameters' names.
+
+        Raises TypeError if the hook isn't callable, RuntimeError for a second one.
+        """
+        require_callable(state, hook)
+        if self.hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self.hook = (state, hook)
+        self._name_operations()
+        number_parameters = getattr(state, "number_parameters", None)
+        if number_parameters is not None:
+            number_parameters(zip(self.names, self.params, strict=True))
+
+    def _name_operations(self) -> None:
+        name = "an all-reduce" if self.hook is None else name_of(self.hook[1])
+        numbers = range(len(self.buckets))
+        self._operations = [Operation.averaging(number, name, self._group) for number in numbers]
+
+    @torch.no_grad()
+    def start(self, number: int) -> Pending:
+        """Fill a bucket and start its averaging.
+
+        Raises RuntimeError for a gradient that doesn't fit the bucket, and if the averaging can't start.
+        """
+        bucket, operation = self.buckets[number], self._operations[number]
+        # Without a hook the division comes first: the sum may overflow where the mean does not.
+        bucket.fill(1 / self.divisor if self.hook is None else 1.0)
+        if self.hook is None and not has_delay(bucket.buffer, self._group):
+            # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
+            with operation:
+                return self._group.allreduce([bucket.buffer])
+        given: Any = GradBucket(number, bucket.buffer, bucket.parameters, number == len(self.buckets) - 1)
+        if self.hook is None:
+            return average_in_place(given, self._group, operation, divisor=1)
+        state, hook = self.hook
+        with operation:
+            return hook(state, given)
+
+    def finish(
+        self, number: int, pending: Pending, kept: set[int], gradients_before: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Wait for a bucket's average, and write it to the gradients of its parameters.
+
+        kept: unused parameters. A state that TakesBack gets their averages.
+        gradients_before: gradients of unused parameters that were in the bucket's own memory.
+
+        Raises RuntimeError if the bucket could not be averaged.
+        """
+        bucket = self.buckets[number]
+        with self._operations[number]:
+            if self.hook is None:
+                pending.wait()  # averaged in place
+            else:
+                buffer = as_real(bucket.buffer)
+                result = result_of(pending, self.hook[1], buffer)
+                if result.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(result)
+        left_out = {position for position, index in enumerate(bucket.indices) if index in kept}
+        state = self.hook[0] if self.hook else None
+        if left_out and isinstance(state, TakesBack):
+            for position in sorted(left_out):
+                parameter = bucket.parameters[position]
+                before = None if self.as_view else parameter.grad
+                before = gradients_before.get(bucket.indices[position], before)
+                state.take_back(parameter, bucket.average_beyond(position, before))
+        bucket.write_back(left_out)
+
+
+def require_callable(state: Any, hook: Any) -> None:
+    """Raise TypeError for a hook that can't be called."""
+    if not callable(hook):
+        swapped = "" if not callable(state) else " register_comm_hook takes (state, hook), got them swapped."
+        raise TypeError(f"Communication hook must be callable.{swapped}")
+
+
+def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the mean over the ranks of a parameter's sparse gradient, coalesced; None counts as zeros.
+
+    Gathers the rows that have a gradient, and their indices, padded to the longest list. Only gloo can
+    all-reduce sparse tensors. Moves W · (longest list) rows. The host waits for the number of rows.
+    """
+    shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros(shape, dtype=dtype, device=device, layout=torch.sparse_coo)
+    gradient = gradient.detach().coalesce()
+    rows = gradient.indices()[0]
+    values = gradient.values().reshape(len(rows), *shape[1:])
+    count = torch.tensor([len(rows)], device=device)
+    counts = [torch.empty_like(count) for _ in range(group.size())]
+    gathered = []
+    with Operation.of(f"average a sparse gradient of shape {list(shape)}", group):
+        dist.all_gather(counts, count, group=group)
+        lengths = [int(each) for each in counts]
+        for mine in (rows, values):
+            padded = mine.new_zeros(max(lengths), *mine.shape[1:])
+            padded[: len(mine)] = mine
+            everyone = [torch.empty_like(padded) for _ in lengths]
+            dist.all_gather(everyone, padded, group=group)
+            gathered.append(torch.cat([each[:num] for each, num in zip(everyone, lengths, strict=True)]))
+    all_rows, all_values = gathered[0][None], gathered[1] / group.size()
+    return torch.sparse_coo_tensor(all_rows, all_values, shape, check_invariants=False).coalesce()

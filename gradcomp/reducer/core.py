@@ -20,26 +20,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.streams import require_no_capture
 
-from . import errors
 from .autograd import (
     AccumulateGradHooks,
     StepsInBackward,
     call_at_end_of_backward,
     call_when_backward_starts,
-    is_within_another_backward,
     not_compiled,
 )
-from .averaging import BucketCommunicator, Step
+from .bucket import BucketCommunicator
 from .parameters import Agreement, Sharing, agree_on_order, named_parameters
-from .usage import FindUnused, StaticGraph, Usage
+from .step import FindUnused, StaticGraph, Step, Usage
 
 MIB = 1 << 20
-SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"  # as torch's DDP calls it in a profiler
 
 
 class Reducer:
@@ -99,7 +97,7 @@ class Reducer:
             "skip_all_reduce_unused_params": bool(skip_all_reduce_unused_params),
             "sparse parameters": [self._names[index] for index in sorted(self._sparse)],
             "world size": self.process_group.size(),
-            "number of other live Reducers with some of the parameters": self._sharing.num_others,
+            "number of other live Reducers with some of the parameters": len(self._sharing.others),
         }
         device = self._params[0].device
         self._agreement = Agreement(options, self.process_group, device)
@@ -111,9 +109,12 @@ class Reducer:
         )
         self.communicator.keep_apart(self._sharing.indices())
         self._build(range(len(self._params) - 1, -1, -1))
-        regime = StaticGraph if static_graph else FindUnused if find_unused_parameters else Usage
-        self._usage = regime(self._names, device, self.process_group, skip_all_reduce_unused_params)
-        self._is_rebuilt = not self._usage.has_typical_order
+        self._usage: Usage | None = None  # without one, every backward uses every parameter, once
+        if static_graph or find_unused_parameters:
+            regime = StaticGraph if static_graph else FindUnused
+            self._usage = regime(self._names, device, self.process_group, skip_all_reduce_unused_params)
+        # Buckets follow the order in which gradients become ready, if that is nearly the same on every rank.
+        self._is_rebuilt = isinstance(self._usage, FindUnused)
         self._lock = threading.RLock()
         self._syncing = True
         self._is_prepared, self._stays_prepared, self._is_opaque = False, False, False
@@ -133,7 +134,7 @@ class Reducer:
         Raises TypeError if the hook can't be called, RuntimeError for a second one.
         """
         self.communicator.register(state, hook)
-        self._agreement.renew()
+        self._agreement.is_reached = False
 
     def close(self) -> None:
         """Detach from the parameters: backward goes on without averaging."""
@@ -156,9 +157,9 @@ class Reducer:
         """Raise RuntimeError if the last backward did not reach all parameters, and forget its step."""
         if self._step is None:
             return
-        missing = self._step.missing()
+        message = self._step.unfinished(self.process_group.rank())
         self._forget_step()
-        raise RuntimeError(self._usage.unfinished(missing))
+        raise RuntimeError(message)
 
     @not_compiled
     def prepare_for_backward(self, outputs: Any, divisor: int | None = None) -> None:
@@ -170,17 +171,20 @@ class Reducer:
 
         Raises RuntimeError if the last backward did not reach all parameters.
         """
-        self.expect_finished()
+        if self._step is not None:
+            self.expect_finished()
         if not self._syncing:
             return
         self.communicator.divisor = self.process_group.size() if divisor is None else divisor
         self._is_prepared = True
-        if self._usage.needs_outputs:
-            with torch.autograd.profiler.record_function(SEARCH):
+        if isinstance(self._usage, FindUnused):
+            name = "torch.distributed.ddp.reducer::search_unused_parameters"  # torch's DDP's, in a profiler
+            with torch.autograd.profiler.record_function(name):
                 self._out_of_reach = self._hooks.out_of_reach(outputs)
-        self._steps_in_backward.look()
+        if self._steps_in_backward.num_hooks != RemovableHandle.next_id:
+            self._steps_in_backward.look()
         can_tell = call_when_backward_starts(outputs, self, Reducer._on_prepared_backward, self._out_of_reach)
-        self._steps_in_backward.expect_hooks()
+        self._steps_in_backward.num_hooks = RemovableHandle.next_id  # the outputs' hooks are on no parameter
         # If backwards from these outputs can't be told from others, all until the next call count as theirs.
         self._stays_prepared = self._is_opaque = not can_tell
 
@@ -208,17 +212,18 @@ class Reducer:
         """Note that a parameter's gradient has been accumulated, or is known to be undefined."""
         with self._lock:
             usage = self._usage
-            if usage.counts:
-                usage.note_gradient(index, self._params[index])
+            if usage is not None and self._params[index].grad is not None:
+                usage.used.add(index)
             if not self._syncing:
                 return
             if self._only_prepared and not self._is_prepared:
-                usage.check_unaveraged(index)
+                if usage is not None:
+                    usage.check_unaveraged(index)
                 return
             try:
                 call_at_end_of_backward(self._finish, self._tasks)
                 step = self._step or self._begin()
-                if not usage.counts or usage.is_complete(index):
+                if usage is None or usage.is_complete(index):
                     step.mark_ready(index)
             except BaseException:
                 self._forget_step()
@@ -227,7 +232,10 @@ class Reducer:
     def _begin(self) -> Step:
         """Begin a step without the parameters that the running backward won't reach."""
         require_no_capture("the Reducer can't average gradients", self._params[0].device)
-        self._steps_in_backward.look()
+        if self._steps_in_backward.num_hooks != RemovableHandle.next_id:
+            self._steps_in_backward.look()
+        if self._usage is None:
+            return self._open(())
         unused = self._usage.unused_by_this_rank(self._out_of_reach)
         if not self._stays_prepared:
             self._out_of_reach = None
@@ -236,8 +244,9 @@ class Reducer:
 
     def _open(self, unused: Iterable[int]) -> Step:
         """Begin a step together with the other ranks."""
-        self._agreement.require(*(self.communicator.hook or (None, None)))
-        if self._sharing.num_others:
+        if not self._agreement.is_reached:
+            self._agreement.require(*(self.communicator.hook or (None, None)))
+        if self._sharing.others:
             self._sharing.require_same_ranks()
             self.communicator.keep_apart(self._sharing.indices())
         self._sharing.is_stepping = True
@@ -249,15 +258,16 @@ class Reducer:
     def _finish(self) -> None:
         """End a backward: if the step is over, wait for the averages, and write them to the gradients."""
         with self._lock:
-            step = self._step
-            is_inner = is_within_another_backward()
+            step, is_averaged = self._step, False
+            is_inner = torch._C._current_autograd_node() is not None  # within another backward
             try:
-                self._steps_in_backward.require_none()
-                if step is not None and self._usage.is_learning:
-                    self._learn(step, is_inner)
-                is_averaged = step is not None and step.is_over
-                if step is not None and is_averaged:
+                if self._steps_in_backward.versions_before:
+                    self._steps_in_backward.require_none()
+                if step is not None and isinstance(self._usage, StaticGraph) and self._usage.is_learning:
+                    self._learn(step, self._usage, is_inner)
+                if step is not None and step.is_over:
                     self._complete(step)
+                    is_averaged = True
                 elif not is_inner:
                     everything = range(len(self._params))
                     self._hooks.require_attached(everything if step is None else step.missing())
@@ -275,12 +285,16 @@ class Reducer:
         is_averaged: whether the gradients have been averaged.
         """
 
-    def _learn(self, step: Step, is_inner: bool) -> None:
+    def _learn(self, step: Step, usage: StaticGraph, is_inner: bool) -> None:
         """Average the static graph's first step once its outermost backward ends."""
         if is_inner and not self._is_prepared:
-            raise RuntimeError(errors.STATIC_NOT_PREPARED)
+            raise RuntimeError(
+                "static_graph=True and a backward within another one (reentrant activation checkpointing), "
+                "but prepare_for_backward(outputs) was not called: call it with the forward's outputs before "
+                "the first backward, or use checkpoint(..., use_reentrant=False)"
+            )
         if not is_inner:
-            order = self._usage.learn()
+            order = usage.learn()
             self._hooks.require_attached(order)
             for index in order:
                 step.mark_ready(index)
@@ -291,7 +305,7 @@ class Reducer:
         if not self._is_rebuilt:
             # Once: from now on buckets follow the order in which rank 0's gradients became ready.
             self._is_rebuilt = True
-            self._build(agree_on_order(step.order, self._params[0].device, self.process_group))
+            self._build(agree_on_order(list(step.ready), self._params[0].device, self.process_group))
 
     @torch.no_grad()
     def join_with_zeros(self) -> None:
@@ -304,9 +318,11 @@ class Reducer:
             try:
                 for param in self._params:
                     param.grad = None
-                self._usage.forget_step()
+                if self._usage is not None:
+                    self._usage.forget_step()
                 step = self._open(range(len(self._params)))
-                self._usage.learn()
+                if isinstance(self._usage, StaticGraph) and self._usage.is_learning:
+                    self._usage.learn()
                 self._complete(step)
                 self._after_backward(True)
             finally:
@@ -318,5 +334,6 @@ class Reducer:
         """End the step, complete or broken off: the next gradient begins another one."""
         self._step, self._is_prepared = None, self._stays_prepared
         self._sharing.is_stepping = False
-        self._usage.forget_step()
+        if self._usage is not None:
+            self._usage.forget_step()
         self._tasks.clear()

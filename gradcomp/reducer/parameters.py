@@ -18,8 +18,6 @@ from torch import nn
 from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Operation
 
-from . import errors
-
 
 def named_parameters(
     params: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
@@ -29,8 +27,12 @@ def named_parameters(
     Raises TypeError for anything but an iterable of parameters or of (name, parameter) pairs; ValueError if
     no parameter requires gradients.
     """
-    if isinstance(params, nn.Module | torch.Tensor | Mapping):
-        raise TypeError(_near_miss(params))
+    if isinstance(params, nn.Module):
+        raise TypeError("Reducer takes model.parameters() or model.named_parameters(), got the module itself")
+    if isinstance(params, torch.Tensor):
+        raise TypeError("Reducer takes several parameters, got one tensor: pass it in a list")
+    if isinstance(params, Mapping):
+        raise TypeError("Reducer takes parameters, or (name, parameter) pairs, got a dict: pass its items()")
     if not isinstance(params, Iterable):
         raise TypeError(
             f"Reducer takes parameters, or (name, parameter) pairs, got {type(params).__name__}: "
@@ -63,15 +65,6 @@ def named_parameters(
     return names, tensors
 
 
-def _near_miss(params: Any) -> str:
-    """Say what to pass instead of a module, a tensor or a dict."""
-    if isinstance(params, nn.Module):
-        return "Reducer takes model.parameters() or model.named_parameters(), got the module itself"
-    if isinstance(params, torch.Tensor):
-        return "Reducer takes several parameters, got one tensor: pass it in a list"
-    return "Reducer takes parameters, or (name, parameter) pairs, got a dict: pass its items()"
-
-
 def require_plain(name: str, tensor: torch.Tensor, what: str = "parameter") -> None:
     """Raise TypeError for a DTensor."""
     # Importing the module takes long, and a DTensor exists only where it has been imported.
@@ -84,24 +77,9 @@ def require_plain(name: str, tensor: torch.Tensor, what: str = "parameter") -> N
         )
 
 
-def shapes_of(
-    names: Sequence[str], tensors: Sequence[torch.Tensor]
-) -> list[tuple[str, tuple[int, ...], str]]:
-    """Return the tensors' names, shapes and dtypes, which the ranks compare."""
-    return [
-        (name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in zip(names, tensors, strict=True)
-    ]
-
-
-Description = tuple[torch.layout, torch.dtype, torch.device]
-
-
-def expected_gradient(param: torch.Tensor, is_sparse: bool = False) -> Description:
-    """Return the layout, dtype and device of a parameter's gradient."""
-    return torch.sparse_coo if is_sparse else torch.strided, param.dtype, param.device
-
-
-def check_gradient(gradient: torch.Tensor | None, expected: Description, name: str) -> None:
+def check_gradient(
+    gradient: torch.Tensor | None, expected: tuple[torch.layout, torch.dtype, torch.device], name: str
+) -> None:
     """Raise RuntimeError for a gradient of another layout, dtype or device than expected."""
     if gradient is None or (gradient.layout, gradient.dtype, gradient.device) == expected:
         return
@@ -137,46 +115,44 @@ class Agreement:
 
     options: names and values, the same on every rank.
     device: the parameters' device.
+    is_reached: whether steps needn't compare. Assign False to compare again in the next one.
     """
 
     def __init__(self, options: dict[str, Any], group: dist.ProcessGroup, device: torch.device):
         self._options, self._group, self._device = options, group, device
-        self._is_reached = False
+        self.is_reached = False
 
     def verify(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError on every rank unless all have the same parameters and options."""
-        parameters = {"parameters that require gradients": shapes_of(names, params)}
-        whose = "the ranks have different models: what they average"
-        self._require_same(whose, parameters, "Build the same model on every rank")
+        named = zip(names, params, strict=True)
+        shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in named]
+        whose, what = (
+            "the ranks have different models: what they average",
+            "parameters that require gradients",
+        )
+        self._require_same(whose, {what: shapes}, "Build the same model on every rank")
         self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
 
-    def renew(self) -> None:
-        """Compare again in the next step."""
-        self._is_reached = False
-
     def require(self, state: Any, hook: Any) -> None:
-        """Raise RuntimeError on every rank unless all have the same hook, options and groups.
-
-        Compares once, and again after renew().
-        """
-        if self._is_reached:
-            return
+        """Raise RuntimeError on every rank unless all have the same hook, options and groups."""
         group = _group_of(state, hook)
         is_group = state is None or isinstance(state, dist.ProcessGroup)
+        others = None if group is None else dist.get_process_group_ranks(group)
         values = self._options | {
             "hook": None if hook is None else _name_of(hook),
             "the state's type": None if is_group else _name_of(type(state)),
-            "the state's process group": None
-            if group is None
-            else f"ranks {dist.get_process_group_ranks(group)}",
+            "the state's process group": None if others is None else f"ranks {others}",
         }
         advice = "Register the same hook on every rank, with the same options"
         self._require_same("what the Reducer averages with", values, advice)
-        if group is not None and group is not self._group:
-            ranks, others = dist.get_process_group_ranks(self._group), dist.get_process_group_ranks(group)
-            if sorted(ranks) != sorted(others):
-                raise RuntimeError(errors.other_group(_name_of(hook), others, ranks))
-        self._is_reached = True
+        ranks = dist.get_process_group_ranks(self._group)
+        if others is not None and sorted(ranks) != sorted(others):
+            raise RuntimeError(
+                f"the communication hook {_name_of(hook)} averages over the ranks {others}, but the "
+                f"parameters are averaged over {ranks}. Give the hook's state the process group that "
+                "DistributedDataParallel or the Reducer has; None means the default group"
+            )
+        self.is_reached = True
 
     def _require_same(self, whose: str, values: dict[str, Any], advice: str) -> None:
         require_same_on_all_ranks(whose, values, self._group, self._device, advice)
@@ -220,50 +196,49 @@ class Sharing:
     by that bucket's averaging before the other Reducer has read it.
 
     Parameters are known by their indices.
+    others: of the other live Reducers, each with the parameters that both have.
     is_stepping: whether the Reducer is within a step.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], group: dist.ProcessGroup):
         self._names, self._group = names, group
         self._index_of = {id(param): index for index, param in enumerate(params)}
-        self._others: list[tuple[weakref.ref[Sharing], set[int]]] = []
+        self.others: list[tuple[weakref.ref[Sharing], set[int]]] = []
         self.is_stepping = False
         with _live_lock:
-            is_shared = any(each._common(self) for each in _live)
-        if is_shared:
-            # Python would free a Reducer in a cycle of garbage at a different time on each rank, so the ranks
-            # would see different Reducers.
-            gc.collect()
-        with _live_lock:
-            self._others = [(weakref.ref(each), common) for each in _live if (common := self._common(each))]
+            if any(each._common(self) for each in _live):
+                # Python would free a Reducer in a cycle of garbage at a different time on each rank, so the
+                # ranks would see different Reducers.
+                gc.collect()
+            self.others = [(weakref.ref(each), common) for each in _live if (common := self._common(each))]
 
     def open(self) -> None:
         """Begin sharing: the Reducer is constructed, and will average."""
         with _live_lock:
-            for reference, _ in self._others:
+            for reference, _ in self.others:
                 other = reference()
                 if other is not None:
-                    other._others.append((weakref.ref(self), other._common(self)))
+                    other.others.append((weakref.ref(self), other._common(self)))
             _live.add(self)
-
-    @property
-    def num_others(self) -> int:
-        """The number of other live Reducers with parameters of this one."""
-        return len(self._others)
 
     def indices(self) -> set[int]:
         """Return the parameters that other live Reducers have, too."""
-        self._others = [(other, common) for other, common in self._others if other() in _live]
-        return set().union(*(common for _, common in self._others))
+        self.others = [(other, common) for other, common in self.others if other() in _live]
+        return set().union(*(common for _, common in self.others))
 
     def require_same_ranks(self) -> None:
         """Raise RuntimeError if another Reducer is averaging one of the parameters over other ranks."""
-        for reference, common in self._others:
+        for reference, common in self.others:
             other = reference()
             if other is not None and other.is_stepping:
                 theirs, ours = (dist.get_process_group_ranks(each._group) for each in (other, self))
                 if sorted(theirs) != sorted(ours):
-                    raise RuntimeError(errors.averaged_twice(self._names[min(common)], theirs, ours))
+                    raise RuntimeError(
+                        f"parameter {self._names[min(common)]} is being averaged by two Reducers in one "
+                        f"backward, over the ranks {theirs} and {ours}: its .grad can't be both means. "
+                        "Likely cause: an earlier Reducer or wrapper was kept. Call close() on that Reducer "
+                        "(on a wrapper's reducer: ddp.reducer.close()), or delete it"
+                    )
 
     def close(self) -> None:
         """End sharing: this Reducer will average nothing more."""

@@ -14,7 +14,7 @@ PACKAGES = ["comm", "compress", "frameworks", "fsdp", "hooks", "parallel", "redu
 # Stands for the variable part of a message, in quotations and in strings from the source.
 VARIABLE = "…"
 # Modules with functions that return messages for raise statements.
-MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/errors.py", "comm/process_group.py")]
+MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/step.py", "comm/process_group.py")]
 # Strings that only join other strings to a message, or are only a part of a message.
 PARTS = {"… …", "…: …", "parameters … are", "ranks … have", "rank … has"}
 

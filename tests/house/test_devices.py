@@ -6,7 +6,7 @@ from tests.house.imports import PACKAGE, sources_of
 
 DECIDES = "gradcomp.device"
 # These ask for other reasons: torch's rules for device_ids; the rank simulator imports nothing of gradcomp.
-ASKS_ITSELF = {"gradcomp.parallel.arguments", "gradcomp.testing.ranks.collectives"}
+ASKS_ITSELF = {"gradcomp.parallel.module", "gradcomp.testing.ranks.collectives"}
 
 
 def asks_whether_cuda(source: str) -> bool:

@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 
-from gradcomp.reducer import Reducer, usage
+from gradcomp.reducer import Reducer
+from gradcomp.reducer import step as module_of_used_map
 from tests.reducer.models import (
     MLP,
     STATIC,
@@ -154,8 +155,8 @@ def ask_once(rank, options):
     Return each step's gradients, and how often the ranks have exchanged their used parameters.
     """
     asked, results = [], []
-    used_map = usage.UsedMap
-    usage.UsedMap = lambda *arguments: asked.append(arguments) or used_map(*arguments)
+    used_map = module_of_used_map.UsedMap
+    module_of_used_map.UsedMap = lambda *arguments: asked.append(arguments) or used_map(*arguments)
     torch.manual_seed(0)
     model = Branches()
     kept = make_reducer(model, **STATIC, **options)

@@ -176,9 +176,9 @@ def views_after(rank, ending):
     for _ in range(2):
         loss_of(model(torch.ones(2, 20))).backward()
     is_view = all(
-        param.grad.data_ptr() == second.communicator.bucket_of[index].views[position].data_ptr()
+        param.grad.data_ptr() == bucket.views[position].data_ptr()
         for bucket in second.communicator.buckets
-        for position, (index, param) in enumerate(zip(bucket.indices, bucket.parameters, strict=True))
+        for position, param in enumerate(bucket.parameters)
     )
     gc.enable()
     return is_view
