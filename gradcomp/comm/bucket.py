@@ -138,7 +138,7 @@ def checked_bucket(
     if not isinstance(bucket, _BUCKETS):
         require_bucket(hook_name, bucket)
     buffer: torch.Tensor = bucket.buffer()
-    if buffer.is_cuda:
+    if has_streams(buffer.device):
         require_no_capture(f"{hook_name} can't average gradients", buffer.device)
     group = resolve_group(hook_name, process_group, group_name)
     if buffer.layout != torch.strided or not buffer.is_floating_point():

@@ -291,12 +291,6 @@ class PowerSGDCompressor(Compressor):
     def current_error(self) -> torch.Tensor | None:
         return self.plan.error() if self._keeps_error else None
 
-    def _error(self) -> torch.Tensor:
-        """Return a copy of this rank's error, [numel]."""
-        error = self.plan.error()
-        self._pending.write_to(error)
-        return error
-
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         self.plan.add_to_error(offset, values)
 

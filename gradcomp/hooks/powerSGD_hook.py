@@ -153,10 +153,13 @@ class PowerSGDState(CompressorState):
         return {"start_powerSGD_iter": compared.pop("start_iter"), **compared}
 
     def phase(self, options: PowerSGDOptions) -> Phase:
-        phase = super().phase(options)
-        if options.start_bits is None or phase.compressor is not None:
-            return phase
-        return phase._replace(name=f"the quantized start of {self.algorithm}", compressor=QuantizedStart)
+        compressing = Phase(self.algorithm, PowerSGDCompressor, options)
+        if self._steps.num >= self._settings.start_iter:
+            return compressing
+        if options.start_bits is None:
+            return Phase(self.algorithm, None, options, warms_up=(compressing,))
+        name = f"the quantized start of {self.algorithm}"
+        return Phase(name, QuantizedStart, options, warms_up=(compressing,))
 
     def _why_nothing_is_saved(self) -> str:
         return (

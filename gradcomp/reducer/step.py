@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp import ops
 from gradcomp.comm.exchange import all_reduce, has_delay
 from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import Operation
+from gradcomp.device import send
 
 from .bucket import BucketCommunicator, Pending, average_rows
 from .parameters import check_gradient
@@ -162,7 +162,7 @@ class UsedMap:
         mine = torch.zeros(num_params, dtype=torch.int32)
         mine[sorted(used)] = 1
         self._uses_all = len(used) == num_params
-        self._counts = ops.send(mine, device)
+        self._counts = send(mine, device)
         self._operation = Operation.of("exchange which parameters the step has used", group)
         with self._operation:
             self._stages = all_reduce(self._counts, group, has_delay=has_delay(self._counts, group))
