@@ -42,7 +42,8 @@ def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: st
         missing = missing_ranks(call, f"{call}, which all ranks must call. {advice}", store, ranks, group)
     if missing:
         raise ExplainedError(
-            f"rank {group.rank()} of {group.size()} could not {what}: {_named(missing)} not come to {call} "
+            f"rank {group.rank()} of {group.size()} could not {what}: {_ranks(missing)} "
+            f"{'have' if len(missing) > 1 else 'has'} not come to {call} "
             f"within the time-out. {advice}"
         )
 
@@ -99,11 +100,6 @@ def _timeout(store: dist.Store, group: dist.ProcessGroup) -> timedelta:
         return limit
     timeout = getattr(options, "_timeout", None)
     return min(timeout, limit) if isinstance(timeout, timedelta) else limit
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"ranks {shown} have" if len(ranks) > 1 else f"rank {shown} has"
 
 
 MESSAGE_BYTES = 1024

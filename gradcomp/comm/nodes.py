@@ -10,7 +10,6 @@ all-to-all of all ranks sends up to g times more bytes, for g ranks per node.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +23,6 @@ from .consistency import require_same_on_all_ranks
 from .process_group import joined_group
 
 AUTO = "auto"
-_CONSECUTIVE = "whether the ranks of a node follow one another"
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,47 +142,27 @@ def nodes_in(
     Every rank of the group must call this in the same place among its collectives. Raises RuntimeError on
     every rank if nodes have different numbers of ranks, ValueError if the ranks don't fill the last node.
     """
-    launched = LaunchedNodes.of(ranks_per_node, group)
+    number, is_consecutive = _launched(ranks_per_node, group)
+    values = {"ranks per node (ranks_per_node=1 averages without nodes)": number}
+    notes = {"whether the ranks of a node follow one another": is_consecutive}
     advice = "Give every rank the same ranks_per_node"
-    unlike = require_same_on_all_ranks(whose, launched.compared(), group, device, advice, launched.noted())
-    return launched.agreed_nodes(group, unlike)
+    unlike = require_same_on_all_ranks(whose, values, group, device, advice, notes)
+    if number == 1 or not is_consecutive or unlike:
+        return None
+    return nodes_of(group, number)
 
 
-@dataclass(frozen=True)
-class LaunchedNodes:
-    """The nodes of a group as this rank knows them, before the ranks have compared.
+def _launched(ranks_per_node: int | str, group: dist.ProcessGroup) -> tuple[int, bool]:
+    """Return what this rank knows of a group's nodes, before the ranks have compared.
 
-    ranks_per_node: the given number; for "auto" torchrun's LOCAL_WORLD_SIZE if the group is the default one
-        and has several nodes, else 1.
-    are_consecutive: True if this rank has the place in its node that it would have if the ranks of a node
-        followed one another.
+    Returns (the given number, for "auto" torchrun's LOCAL_WORLD_SIZE if the group is the default one and has
+    several nodes, else 1; whether this rank has the place in its node that it would have if the ranks of a
+    node followed one another).
     """
-
-    ranks_per_node: int
-    are_consecutive: bool
-
-    @classmethod
-    def of(cls, ranks_per_node: int | str, group: dist.ProcessGroup) -> LaunchedNodes:
-        """Return this rank's knowledge. Reads the environment only."""
-        if isinstance(ranks_per_node, int):
-            return cls(ranks_per_node, True)
-        size, place = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
-        if group is not dist.group.WORLD or not (size.isdigit() and place.isdigit()):
-            return cls(1, True)
-        if not 1 < int(size) < group.size():
-            return cls(1, True)
-        return cls(int(size), group.rank() % int(size) == int(place))
-
-    def compared(self) -> dict[str, Any]:
-        """Return the value that must be equal on all ranks, by name."""
-        return {"ranks per node (ranks_per_node=1 averages without nodes)": self.ranks_per_node}
-
-    def noted(self) -> dict[str, Any]:
-        """Return the value that may differ between ranks, by name."""
-        return {_CONSECUTIVE: self.are_consecutive}
-
-    def agreed_nodes(self, group: dist.ProcessGroup, unlike: Mapping[str, str]) -> Nodes | None:
-        """Return the group's nodes, None without nodes. unlike: the noted values that differ, by name."""
-        if self.ranks_per_node == 1 or not self.are_consecutive or _CONSECUTIVE in unlike:
-            return None
-        return nodes_of(group, self.ranks_per_node)
+    if isinstance(ranks_per_node, int):
+        return ranks_per_node, True
+    size, place = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    is_known = group is dist.group.WORLD and size.isdigit() and place.isdigit()
+    if not is_known or not 1 < int(size) < group.size():
+        return 1, True
+    return int(size), group.rank() % int(size) == int(place)

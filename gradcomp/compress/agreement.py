@@ -9,7 +9,7 @@ from gradcomp.device import processor
 
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
 from ..comm.exchange import round_trip_s
-from ..comm.nodes import LaunchedNodes
+from ..comm.nodes import nodes_in
 
 
 class Agreement(NamedTuple):
@@ -57,18 +57,17 @@ def agree(
     }
     if is_first:
         require_same_group(whose, group)
-    launched = LaunchedNodes.of(ranks_per_node, group)
     own = processor(buffer.device) if compares_processors else {}
     unlike = require_same_on_all_ranks(
         whose,
-        values | launched.compared(),
+        values,
         group,
         buffer.device,
         "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
         "the same step",
-        notes={**own, **launched.noted()},
+        notes=own,
     )
-    found = launched.agreed_nodes(group, unlike)
+    found = nodes_in(whose, ranks_per_node, group, buffer.device)
     round_trip = round_trip_s(buffer, group, found.between if found else None)
-    processors = [text for name, text in unlike.items() if name in own]
-    return Agreement((found.ranks_per_node, str(found)) if found else None, round_trip, processors)
+    nodes = (found.ranks_per_node, str(found)) if found else None
+    return Agreement(nodes, round_trip, list(unlike.values()))
