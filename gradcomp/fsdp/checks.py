@@ -1,6 +1,7 @@
-"""Checks before a model's gradients are compressed: the model, its state, and whether the ranks agree."""
+"""Checks of a model, its state and the ranks before gradients are compressed, and in the first step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.consistency import require_same_on_all_ranks
+from gradcomp.comm.process_group import Operation
 from gradcomp.compress import CompressorState
 
 from .param_groups import ParamGroup, param_groups_of
@@ -132,3 +135,52 @@ def raise_on_all(
             raise
     if failure is not None:
         raise failure
+
+
+class Averager:
+    """Averages a model's buckets, or sums its shards, with its state, and counts the state's steps.
+
+    A step is a backward in which anything was reduced.
+
+    whose: the function's name in messages.
+    state: None for exact averages in the buckets' dtype.
+    group: the ranks between which the buckets are averaged.
+    """
+
+    def __init__(self, whose: str, state: CompressorState | None, group: dist.ProcessGroup):
+        self._whose, self._state, self.group = whose, state, group
+        self._is_in_step = False
+
+    def average(self, bucket: Any, others: dist.ProcessGroup | None) -> None:
+        """Average a bucket in place, or sum its shard; on CUDA, for what the current stream does next.
+
+        others: the ranks that don't average with this rank, but train with it; None if there are none.
+
+        Raises the errors of the state. In a state's first step an error of one rank is raised on every rank,
+        also on the others. Later the other ranks notice when the process ends, or by their time-out.
+        """
+        self._is_in_step = True
+        if self._state is None or self._state.is_compared or others is None:
+            self._average(bucket)
+            return
+        raise_on_all(
+            f"the first step of {self._whose}",
+            partial(self._average, bucket),
+            others,
+            bucket.buffer().device,
+            "The error is that of the ranks which have one",
+        )
+
+    def _average(self, bucket: Any) -> None:
+        operation = Operation.averaging(bucket.index(), self._whose, self.group)
+        with operation:
+            if self._state is None:
+                average_in_place(bucket, self.group, operation).wait()
+            else:
+                self._state.average(self._whose, bucket).wait()
+
+    def end_of_backward(self) -> None:
+        """Count a step if this backward has reduced anything."""
+        if self._is_in_step and self._state is not None:
+            self._state.end_step()
+        self._is_in_step = False

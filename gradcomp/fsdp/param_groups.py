@@ -184,26 +184,6 @@ def param_groups_of(model: nn.Module) -> list[ParamGroup]:
     return list(found.values())
 
 
-class StepCounter:
-    """Counts a state's steps: a step for each backward in which anything was reduced.
-
-    end_step: the state's method; None without a state.
-    """
-
-    def __init__(self, end_step: Callable[[], None] | None):
-        self._end_step, self._is_in_step = end_step, False
-
-    def begin(self) -> None:
-        """Note that this backward reduces something."""
-        self._is_in_step = True
-
-    def end_of_backward(self) -> None:
-        """Count a step if this backward has reduced anything."""
-        if self._is_in_step and self._end_step is not None:
-            self._end_step()
-        self._is_in_step = False
-
-
 def call_after_backward(model: nn.Module, function: Callable[[], None]) -> None:
     """Call a function at the end of every backward of the model, when all gradients have been reduced."""
     for state in {id(state): state for _, _, state in _states_of(model)}.values():

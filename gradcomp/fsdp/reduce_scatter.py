@@ -1,6 +1,5 @@
 """Compression of FSDP2's reduce-scatter: the sum of gradients over the shards of a model."""
 
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,42 +12,11 @@ from gradcomp.comm.bucket import ShardBucket
 from gradcomp.comm.consistency import require_same_group
 from gradcomp.compress import CompressorState
 
-from .checks import check_state, checked_groups, raise_on_all, require_agreement
-from .param_groups import ParamGroup, StepCounter, call_after_backward
+from .checks import Averager, check_state, checked_groups, require_agreement
+from .param_groups import ParamGroup, call_after_backward
 
 _WHOSE = "compress_reduce_scatter"
 _METHODS = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
-
-
-class ShardSums(StepCounter):
-    """Sums a model's shards with its state, and counts the state's steps.
-
-    replicate_group: the ranks that hold the same shard, which FSDP2 averages afterwards; None without.
-    """
-
-    def __init__(self, state: CompressorState, replicate_group: dist.ProcessGroup | None):
-        super().__init__(state.end_step)
-        self._state, self._replicate_group = state, replicate_group
-
-    def sum(self, bucket: ShardBucket) -> None:
-        """Write the sum of this rank's shard; on CUDA, for what the current stream does next.
-
-        Raises the errors of the state's hook: in a state's first step on every rank of the model.
-        """
-        self.begin()
-        if self._state.is_compared or self._replicate_group is None:
-            self._sum(bucket)
-            return
-        raise_on_all(
-            f"the first step of {_WHOSE}",
-            partial(self._sum, bucket),
-            self._replicate_group,
-            bucket.shard.device,
-            "The error is that of the ranks which have one",
-        )
-
-    def _sum(self, bucket: Any) -> None:
-        self._state.average(_WHOSE, bucket).wait()
 
 
 class CompressedReduceScatter:
@@ -57,7 +25,7 @@ class CompressedReduceScatter:
     index: the group's index in the model, which its bucket gets.
     """
 
-    def __init__(self, index: int, param_group: ParamGroup, sums: ShardSums):
+    def __init__(self, index: int, param_group: ParamGroup, sums: Averager):
         self._index, self._param_group, self._sums = index, param_group, sums
         self._group = param_group.reduce_scatter_group
 
@@ -96,7 +64,8 @@ class CompressedReduceScatter:
                 "set_force_sum_reduction_for_comms(True) in force"
             )
         parameters = self._param_group.reduced_whole(output_tensor)
-        self._sums.sum(ShardBucket(self._index, input_tensor, parameters, output_tensor))
+        bucket = ShardBucket(self._index, input_tensor, parameters, output_tensor)
+        self._sums.average(bucket, self._param_group.replicate_group)
 
 
 def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
@@ -140,7 +109,7 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
     named = [zip(group.names(model), group.whole_placeholders, strict=True) for group in groups]
     state.number_parameters(chain.from_iterable(named))
     state.process_group, state.has_shards = shard_group, True
-    sums = ShardSums(state, replicate_group)
+    sums = Averager(_WHOSE, state, shard_group)
     for index, group in enumerate(groups):
         group.install_reduce_scatter(CompressedReduceScatter(index, group, sums))
     call_after_backward(model, sums.end_of_backward)

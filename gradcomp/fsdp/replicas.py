@@ -1,7 +1,6 @@
 """Compression between the replicas of a sharded model, in the all-reduce hooks of its parameter groups."""
 
 from collections.abc import Iterable
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,53 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import require_same_group
 from gradcomp.comm.process_group import Operation, require_group
-from gradcomp.compress import CompressorState, compress_hook
+from gradcomp.compress import CompressorState
 from gradcomp.device import has_streams
 
-from .checks import check_state, checked_groups, raise_on_all, require_agreement
-from .param_groups import ParamGroup, StepCounter, call_after_backward
-
-
-class ReplicaAverage(StepCounter):
-    """Averages a model's buckets over its replicas, and counts its state's steps.
-
-    state: None for an exact average in the bucket's dtype.
-    """
-
-    def __init__(self, replicate_group: dist.ProcessGroup, state: CompressorState | None):
-        super().__init__(None if state is None else state.end_step)
-        self.group, self._state = replicate_group, state
-
-    def average(self, bucket: GradBucket, shard_group: dist.ProcessGroup) -> None:
-        """Average a bucket in place; on CUDA, for what the current stream does next.
-
-        Raises the errors of the state's hook. In a state's first step an error of one rank is raised on every
-        rank. Later the other ranks notice when the process ends, or by their time-out.
-        """
-        self.begin()
-        if self._state is None or self._state.is_compared:
-            self._average(bucket)
-            return
-        # The other shards get the error, too, whether one rank of this replicate group has it or all.
-        raise_on_all(
-            "the first step of compress_replicas",
-            partial(self._average, bucket),
-            shard_group,
-            bucket.buffer().device,
-            "The error is that of the ranks which have one",
-        )
-
-    def _average(self, bucket: Any) -> None:
-        operation = Operation.averaging(bucket.index(), "compress_replicas", self.group)
-        with operation:
-            if self._state is None:
-                average_in_place(bucket, self.group, operation).wait()
-            else:
-                compress_hook(self._state, bucket).wait()
+from .checks import Averager, check_state, checked_groups, require_agreement
+from .param_groups import ParamGroup, call_after_backward
 
 
 class AllReduceHook:
@@ -65,7 +25,7 @@ class AllReduceHook:
     index: the group's index in the model, which its bucket gets.
     """
 
-    def __init__(self, index: int, param_group: ParamGroup, replicas: ReplicaAverage):
+    def __init__(self, index: int, param_group: ParamGroup, replicas: Averager):
         self._index, self._param_group, self._replicas = index, param_group, replicas
         # Gradients that set_requires_all_reduce(False) has left to a later backward, and their parameters.
         self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
@@ -157,7 +117,7 @@ def compress_replicas(
     for group in groups:
         group.module.reshard()
     _copy_from_first_rank(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
-    replicas = ReplicaAverage(replicate_group, state)
+    replicas = Averager(_WHOSE, state, replicate_group)
     for index, group in enumerate(groups):
         group.install(AllReduceHook(index, group, replicas))
     call_after_backward(model, replicas.end_of_backward)

@@ -26,8 +26,9 @@ from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.process_group import Operation
 from gradcomp.compress.compressor import BucketSpec
 from gradcomp.compress.quantized_all_reduce import FlatAllReduce, NodesAllReduce
-from gradcomp.fsdp.reduce_scatter import CompressedReduceScatter, ShardSums
-from gradcomp.fsdp.replicas import AllReduceHook, ReplicaAverage
+from gradcomp.fsdp.checks import Averager
+from gradcomp.fsdp.reduce_scatter import CompressedReduceScatter
+from gradcomp.fsdp.replicas import AllReduceHook
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -72,7 +73,7 @@ def as_ddp(hook: Callable[..., Any], state: Any, num_steps: int = NUM_STEPS) -> 
 def as_fsdp(hook: Callable[..., Any] | None, state: Any) -> None:
     """Average replicas as FSDP2 does: after a reduce-scatter's stream, on an all-reduce's stream."""
     scattering, reducing = (torch.cuda.Stream(stream_id=number) for number in (7, 8))
-    replicas = ReplicaAverage(dist.group.WORLD, state)
+    replicas = Averager("compress_replicas", state, dist.group.WORLD)
     groups = []
     for index, shapes in enumerate(SHAPES):
         parameters = parameters_of(shapes)
@@ -95,11 +96,12 @@ def as_fsdp(hook: Callable[..., Any] | None, state: Any) -> None:
 def as_fsdp_shards(_: object, state: Any) -> None:
     """Reduce-scatter as FSDP2 does, on a stream of its own, keeping the last input. Layers come in pairs."""
     scattering = torch.cuda.Stream(stream_id=7)
-    sums, group = ShardSums(state, None), dist.group.WORLD
+    group = dist.group.WORLD
+    sums = Averager("compress_reduce_scatter", state, group)
     layers = []
     for index, shapes in enumerate([*SHAPES, *SHAPES]):
         parameters = parameters_of(shapes)
-        fields = {"name": f"layer {index}", "reduce_scatter_group": group}
+        fields = {"name": f"layer {index}", "reduce_scatter_group": group, "replicate_group": None}
         of_layer = SimpleNamespace(reduced_whole=lambda output, parameters=parameters: parameters, **fields)
         numel = sum(each.numel() for each in parameters)
         layers.append((CompressedReduceScatter(index, of_layer, sums), numel))
@@ -232,7 +234,7 @@ class TryingState(AutoState):
 
     NAMES = ("int4", "powersgd:4", "none", "int8", "bf16", "powersgd:2:int8")
 
-    def _names(self, group: dist.ProcessGroup) -> list[str]:
+    def _names(self, num_ranks: int = 2) -> list[str]:
         return list(self.NAMES)
 
 
@@ -268,15 +270,15 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
         yield "gradients are not waited for", problems(as_ddp, fp16, None)
     with planted(TracedWork, "wait", lambda self, timeout=None: True):
         yield "collectives are not waited for", problems(as_ddp, fp16, None)
-    advanced = pipeline._advanced
+    advance = pipeline._Running.advance
 
-    def completed_elsewhere(bucket: Any) -> Any:
-        found = advanced(bucket)
-        if found is None:
+    def completed_elsewhere(bucket: Any) -> bool:
+        is_over = advance(bucket)
+        if is_over:
             bucket.future.clock = {}  # as if recorded on a stream that has nothing to do
-        return found
+        return is_over
 
-    with planted(pipeline, "_advanced", completed_elsewhere):
+    with planted(pipeline._Running, "advance", completed_elsewhere):
         yield "futures are completed on another stream", problems(as_ddp, fp16, None)
     shared = powersgd_plan.take_scratch(torch.device("cpu"), None)
     with planted(powersgd_plan, "take_scratch", lambda device, last: shared):
@@ -284,7 +286,7 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
         yield "buckets under way share a scratch", found
     with planted(torch.Tensor, "record_stream", lambda tensor, stream: None):
         yield "FSDP2 frees its output too early", problems(as_fsdp, None, None)
-    with planted(ShardSums, "_sum", lambda sums, bucket: sums._state.average("", bucket)):
+    with planted(Averager, "_average", lambda sums, bucket: sums._state.average("", bucket)):
         found = problems(as_fsdp_shards, None, QuantizationState(bits=4))
         yield "FSDP2 goes on before a shard is summed", found
     yield "a hook frees memory too early", problems(as_ddp, dropping_hook, None)
