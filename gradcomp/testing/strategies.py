@@ -198,24 +198,19 @@ class Drawn:
         return self.any(tensors=shapes(max_numel=64), num_tensors=(1, 2), noises=(0.1, 1.0))
 
     def flushed(self) -> Sequence[SearchStrategy[Workload]]:
-        """Draw workloads that end with zero steps, a few or until small tensors may have no error."""
+        """Draw workloads that end with zero gradients: few, or enough for small tensors' errors to fade."""
         small: dict[str, Any] = {
             "tensors": shapes(max_numel=25),
             "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
             "spectra": ("flat",),
             "rearranged": st.booleans(),
         }
-        alike: dict[str, Any] = {
-            "num_tensors": (2, 2),
-            "same_shapes": True,
-            "noises": (0.0,),
-            "drifts": (0.1, 1.0),
-        }
-        different: dict[str, Any] = {"num_tensors": (1, 1), "noises": (1.0, 10.0)}
+        alike = self.any(num_tensors=(2, 2), same_shapes=True, noises=(0.0,), drifts=(0.1, 1.0), **small)
+        different = self.any(num_tensors=(1, 1), noises=(1.0, 10.0), **small)
         return (
             self.any(extra_steps=6, noises=(0.0,), zero_steps=self._few, rearranged=st.booleans()),
-            self.any(**alike, **small).map(self._with_zeros),
-            self.any(**different, **small).map(self._with_zeros),
+            alike.map(self._with_zeros),
+            different.map(self._with_zeros),
         )
 
     @property
