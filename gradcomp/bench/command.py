@@ -37,7 +37,7 @@ def run_locally(arguments: Sequence[str], num_ranks: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         places = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, STORE_VARIABLE: f"{folder}/store"}
         try:
-            spawn(_run_as, (list(arguments), places), num_ranks, daemon=True)  # type: ignore[no-untyped-call]
+            spawn(_run_as, (list(arguments), places), num_ranks, daemon=True)
         except ProcessExitedException as error:
             # A process that signal n has killed has the status -n.
             return error.exit_code if error.exit_code >= 0 else 128 - error.exit_code
