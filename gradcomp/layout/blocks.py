@@ -83,13 +83,6 @@ class BlockLayout:
             if run.stored.stop > start:
                 yield run
 
-    @property
-    def padding(self) -> list[slice]:
-        """The slices of the padded blocks that belong to no tensor."""
-        ends = [0, *(run.stored.stop for run in self.runs)]
-        starts = [*self._run_starts, self.world_size * self.shard_numel]
-        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-
     def code_bytes(self, bits: int) -> int:
         """Return the number of bytes of a block's codes."""
         return self.block_size * bits // 8

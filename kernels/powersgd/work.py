@@ -209,7 +209,8 @@ class PowerSGDWork:
         """Return the ranges of column blocks (rows of Q) that _next_q_work's programs process."""
         blocks = self.num_col_blocks(matrix)
         rows, _ = factor_tile(self.rank, self.block_cols, max(self._itemsize, 4))
-        return _ranges(blocks, max(4, rows // self.block_cols, -(-blocks // MAX_NORMS)))
+        step = max(4, rows // self.block_cols, -(-blocks // MAX_NORMS))
+        return [(start, min(start + step, blocks)) for start in range(0, blocks, step)]
 
     def _walk(self, kernel: str) -> list[tuple[int, ...]]:
         """Return the rows of a kernel's programs that walk through all matrices, block by block.
@@ -285,7 +286,3 @@ def _validate(matrix: Matrix, rank: int) -> None:
             f"{matrix}: its factors of rank {rank} (padded) would have 2³¹ elements or more, but PowerSGD's "
             "kernels count in 32 bits within a factor. Use a smaller rank, or another hook"
         )
-
-
-def _ranges(stop: int, step: int) -> list[tuple[int, int]]:
-    return [(start, min(start + step, stop)) for start in range(0, stop, step)]

@@ -29,6 +29,13 @@ def plain_plans_of(layout: BlockLayout, dtype: torch.dtype, **options: Any) -> l
     return [plain.QuantizedPlan(layout, dtype, **options) for _ in range(layout.world_size)]
 
 
+def padding_of(layout: BlockLayout) -> list[slice]:
+    """Return the slices of the padded blocks that belong to no tensor."""
+    ends = [0, *(run.stored.stop for run in layout.runs)]
+    starts = [*(run.stored.start for run in layout.runs), layout.world_size * layout.shard_numel]
+    return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
+
 def random_grads(layout: BlockLayout, dtype: torch.dtype, device: torch.device, seed: int) -> list[Any]:
     """Return a bucket for each rank."""
     generator = torch.Generator().manual_seed(seed)

@@ -18,6 +18,7 @@ from tests.kernels.quantize.ranks import (
     assert_quantized,
     blocks_of,
     dequantized,
+    padding_of,
     plain_plans_of,
     plans_of,
     random_grads,
@@ -48,7 +49,7 @@ def check_quantized(plans, grads, bits, dtype):
         lost = values - dequantized(codes, scales, wide, bits, torch.finfo(dtype).max)
         lost = torch.where(is_own[:, None], values, lost).flatten()
         assert torch.equal(plan.error.cpu(), lost)
-        assert not any(lost[padding].any() for padding in layout.padding)
+        assert not any(lost[padding].any() for padding in padding_of(layout))
         for part in layout.exact:
             assert torch.equal(exact[part.stored], grad[part.in_bucket].cpu())
 
