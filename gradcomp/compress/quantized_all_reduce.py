@@ -77,9 +77,9 @@ class FlatAllReduce:
     unit = 1.0  # the plan's errors are multiplied by it
 
     def __init__(self, layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any):
-        form, options = _flat(layout_for, dtype, spec, **options)
-        self.layout, self.num_bytes = form.layout, form.num_bytes
-        self.plan = ops.quantized_plan(form.layout, dtype, spec.device, **options)
+        form, [(layout, _, options)] = _plans(layout_for, dtype, spec, **options)
+        self.layout, self.num_bytes = layout, form.num_bytes
+        self.plan = ops.quantized_plan(layout, dtype, spec.device, **options)
         self._is_one_exchange = form.num_senders is not None
 
     @property
@@ -174,11 +174,12 @@ class NodesAllReduce:
         within_dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        form, piece_layout, piece_options, whole_options = _by_nodes(layout_for, dtype, spec, **options)
+        form, plans = _plans(layout_for, dtype, spec, within_dtype=within_dtype, **options)
+        (piece_layout, self._piece_dtype, piece_options), *others = plans
         self.layout, self.num_bytes = form.layout, form.num_bytes
         self.unit = unit_within(spec.ranks_per_node)
         self._ranks_per_node, self._num_senders = spec.ranks_per_node, form.num_senders
-        within_dtype, self._piece_dtype = piece_dtypes(dtype, within_dtype)
+        within_dtype, _ = piece_dtypes(dtype, within_dtype)
         zeros = partial(torch.zeros, device=spec.device)
         self.plan = ops.quantized_plan(piece_layout, self._piece_dtype, spec.device, **piece_options)
         self._pieces = zeros(spec.ranks_per_node, piece_layout.numel, dtype=within_dtype)
@@ -186,7 +187,7 @@ class NodesAllReduce:
         copies = list(self._copies())
         self._copy = ops.PartsCopy(copies, spec.device)
         if form.num_senders is None:
-            self._whole = ops.quantized_plan(form.layout, dtype, spec.device, **whole_options)
+            self._whole = ops.quantized_plan(form.layout, dtype, spec.device, **others[0][2])
             return
         self._codes = self.plan.received.new_empty(spec.ranks_per_node, *self.plan.received.shape)
         self._means = self._pieces if within_dtype == dtype else zeros(self._pieces.shape, dtype=dtype)
@@ -273,37 +274,17 @@ class NodesAllReduce:
 
 
 def all_reduce_for(
-    layout_for: LayoutFor,
-    dtype: torch.dtype,
-    spec: BucketSpec,
-    *,
-    within_dtype: torch.dtype | None = None,
-    **options: Any,
+    layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
 ) -> FlatAllReduce | NodesAllReduce:
     """Return a bucket's all-reduce, flat or by nodes. For the arguments see the classes."""
-    if spec.ranks_per_node == 1:
-        return FlatAllReduce(layout_for, dtype, spec, **options)
-    return NodesAllReduce(layout_for, dtype, spec, within_dtype=within_dtype, **options)
+    return (FlatAllReduce if spec.ranks_per_node == 1 else NodesAllReduce)(layout_for, dtype, spec, **options)
 
 
-def compile_all_reduce(
-    layout_for: LayoutFor,
-    dtype: torch.dtype,
-    spec: BucketSpec,
-    *,
-    within_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> None:
+def compile_all_reduce(layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any) -> None:
     """Compile the kernels that all_reduce_for with these arguments launches."""
-    if spec.ranks_per_node == 1:
-        form, options = _flat(layout_for, dtype, spec, **options)
-        ops.compile_quantized(form.layout, dtype, spec.device, **options)
-        return
-    form, piece_layout, piece_options, whole_options = _by_nodes(layout_for, dtype, spec, **options)
-    _, piece_dtype = piece_dtypes(dtype, within_dtype)
-    ops.compile_quantized(piece_layout, piece_dtype, spec.device, **piece_options)
-    if form.num_senders is None:
-        ops.compile_quantized(form.layout, dtype, spec.device, **whole_options)
+    _, plans = _plans(layout_for, dtype, spec, **options)
+    for layout, dtype_of_plan, plan_options in plans:
+        ops.compile_quantized(layout, dtype_of_plan, spec.device, **plan_options)
 
 
 def add_to_pieces(
@@ -341,15 +322,7 @@ def _is_in_zero_block(gradients: torch.Tensor, block_size: int) -> torch.Tensor:
     return (blocks == 0).all(1).repeat_interleave(block_size)[:numel]
 
 
-def _flat(
-    layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
-) -> tuple[Form, dict[str, Any]]:
-    """Return the form, and the options of its plan."""
-    form = Form.of(layout_for, spec, options["bits"], (options["exact_dtype"] or dtype).itemsize)
-    return form, {**options, "num_senders": form.num_senders}
-
-
-def _by_nodes(
+def _plans(
     layout_for: LayoutFor,
     dtype: torch.dtype,
     spec: BucketSpec,
@@ -357,22 +330,33 @@ def _by_nodes(
     bits: int,
     error_feedback: bool,
     exact_dtype: torch.dtype | None = None,
-) -> tuple[Form, BlockLayout, dict[str, Any], dict[str, Any]]:
-    """Return the form, the layout of a piece, and the options of the plans of the piece and of the bucket."""
+    within_dtype: torch.dtype | None = None,
+) -> tuple[Form, list[tuple[BlockLayout, torch.dtype, dict[str, Any]]]]:
+    """Return the form, and the arguments of ops.quantized_plan: (layout, dtype, options) of each plan.
+
+    Flat there is one plan. By nodes the first is of a piece; in two exchanges a second one of the bucket.
+    """
+    shared: dict[str, Any] = {"bits": bits, "exact_dtype": exact_dtype}
+    if spec.ranks_per_node == 1:
+        form = Form.of(layout_for, spec, bits, (exact_dtype or dtype).itemsize)
+        options = {**shared, "error_feedback": error_feedback, "num_senders": form.num_senders}
+        return form, [(form.layout, dtype, options)]
     # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-    exact_dtype = exact_dtype or torch.promote_types(dtype, torch.float32)
-    shared = {"bits": bits, "exact_dtype": exact_dtype}
+    exact_dtype = shared["exact_dtype"] = exact_dtype or torch.promote_types(dtype, torch.float32)
     form = Form.of(layout_for, spec, bits, exact_dtype.itemsize)
     layout = form.layout
     # The same blocks and exact elements per shard as in the bucket, without padding between them.
     num_shards = layout.world_size // spec.ranks_per_node
     shapes = (num_shards * layout.num_blocks, layout.block_size), (num_shards * layout.exact_numel,)
-    piece = {
+    options = {
         **shared,
         "error_feedback": error_feedback,
         "divisor": spec.world_size * unit_within(spec.ranks_per_node),
         "averages_dtype": dtype,
         "num_senders": form.num_senders,
     }
-    whole = {**shared, "error_feedback": False, "only_dequantizes": True}
-    return form, BlockLayout(shapes, layout.block_size, num_shards), piece, whole
+    _, piece_dtype = piece_dtypes(dtype, within_dtype)
+    plans = [(BlockLayout(shapes, layout.block_size, num_shards), piece_dtype, options)]
+    if form.num_senders is None:
+        plans.append((layout, dtype, {**shared, "error_feedback": False, "only_dequantizes": True}))
+    return form, plans
