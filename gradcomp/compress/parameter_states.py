@@ -146,15 +146,16 @@ class Bucket:
         """Return this rank's error, [numel], for reading only; None without one."""
         assert self.compressor is not None
         error = self.compressor.current_error()
-        waiting = {i: each for i, each in self.pending.items() if each is not None}
-        if not waiting:
-            return error
-        slices = self.slices
-        zeros = torch.zeros(slices[-1].stop, dtype=self._wide, device=self.device)
-        error = zeros if error is None else error.clone()
-        for position, each in waiting.items():
-            error[slices[position]] = each
-        return error
+        return self._with_pending(error) if self.waits else error
+
+    def _with_pending(self, error: torch.Tensor | None) -> torch.Tensor:
+        """Return a copy of the compressor's error, [numel], with the pending errors in their places."""
+        slices, wide = self.slices, torch.promote_types(self.dtype, torch.float32)
+        zeros = torch.zeros(slices[-1].stop, dtype=wide, device=self.device)
+        whole = zeros if error is None else error.clone()
+        for position, each in self.pending.items():
+            whole[slices[position]] = 0.0 if each is None else each
+        return whole
 
     def scale_errors(self, factor: float) -> None:
         """Multiply all errors by factor."""
@@ -182,7 +183,10 @@ class Bucket:
         entries: Entries = {}
         if self.compressor is None:
             return entries
-        for name, value in self.compressor.state().items():
+        state = self.compressor.state()
+        if self.pending:  # zeros where they have been sent: all ranks have entries of the same names
+            state["error"] = self._with_pending(state.get("error"))
+        for name, value in state.items():
             if name == "error":
                 parts = value.split(self.numels)
                 shaped = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
@@ -194,11 +198,6 @@ class Bucket:
             for key, each in zip(self.keys, shaped, strict=True):
                 if each is not None:
                     entries.setdefault(key, {})[name] = each
-        for position, error in self.pending.items():
-            # Zeros where it has been sent: the ranks have entries of the same names.
-            like = torch.zeros(self.numels[position], dtype=self._wide, device=self.device)
-            copied = like if error is None else error.clone()
-            entries.setdefault(self.keys[position], {})["error"] = copied.view(self.shapes[position])
         return entries
 
     def take_over(self, entries: Mapping[Any, Entry]) -> None:
@@ -207,6 +206,7 @@ class Bucket:
         Errors that are missing are zeros.
         """
         assert self.compressor is not None
+        wide = torch.promote_types(self.dtype, torch.float32)
         own = [entries.get(key, {}) for key in self.keys]
         state: State = {**entries.get(tuple(self.keys), {})}
         for name in dict.fromkeys(name for entry in own for name in entry):
@@ -214,22 +214,17 @@ class Bucket:
             if name == "error":
                 pairs = zip(values, self.numels, strict=True)
                 parts = [torch.zeros(n) if value is None else value.reshape(-1) for value, n in pairs]
-                state[name] = torch.cat([part.to(self.device, self._wide) for part in parts])
+                state[name] = torch.cat([part.to(self.device, wide) for part in parts])
             else:
                 state[name] = values
-        slices = self.slices
-        for position in self.compressor.sent_exactly:
-            if "error" in own[position]:
+        if "error" in state:
+            slices = self.slices
+            for position in self.compressor.sent_exactly:
                 error = state["error"][slices[position]]
                 self.pending[position] = error.clone()
                 error.zero_()
         if state:
             self.compressor.load(state)
-
-    @property
-    def _wide(self) -> torch.dtype:
-        """The dtype of errors."""
-        return torch.promote_types(self.dtype, torch.float32)
 
 
 class ParameterStates:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -206,7 +206,7 @@ def powerSGD_hook(  # noqa: N802
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     """
     if not isinstance(state, PowerSGDState):
-        raise _wrong_state("powerSGD_hook", state, bucket)
+        _refuse("powerSGD_hook", state, bucket)
     return state.average("powerSGD_hook", bucket)
 
 
@@ -227,17 +227,15 @@ def batched_powerSGD_hook(  # noqa: N802
         ddp_model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
     """
     if not isinstance(state, PowerSGDState):
-        raise _wrong_state("batched_powerSGD_hook", state, bucket)
+        _refuse("batched_powerSGD_hook", state, bucket)
     return state.average("batched_powerSGD_hook", bucket, _squared(state.options))
 
 
-def _wrong_state(hook_name: str, state: Any, bucket: dist.GradBucket) -> TypeError:
-    """Return the error for another state. Raises that for a wrong bucket, which comes first."""
+def _refuse(hook_name: str, state: Any, bucket: dist.GradBucket) -> NoReturn:
+    """Raise TypeError for a wrong bucket, or else for another state."""
     require_bucket(hook_name, bucket)
     whose = ", torch's own" if hasattr(state, "q_memory_dict") else ""
-    return TypeError(
-        f"{hook_name} takes a gradcomp PowerSGDState as its state, got {described(state)}{whose}"
-    )
+    raise TypeError(f"{hook_name} takes a gradcomp PowerSGDState as its state, got {described(state)}{whose}")
 
 
 @lru_cache(maxsize=16)

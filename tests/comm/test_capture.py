@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import gradcomp
-from gradcomp.comm import all_reduce, streams
+from gradcomp.comm import all_reduce, bucket, pipeline, streams
 from gradcomp.comm.bucket import GradBucket
+from gradcomp.reducer import average
 from gradcomp.testing import run_ranks
 from tests.hooks.checked import HOOKS
 
@@ -19,7 +20,7 @@ AVERAGING = [name for name, check in HOOKS.items() if check.averages]
 def captured():
     """Capture the current stream, on a device that has streams."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (all_reduce, streams):
+        for module in (all_reduce, bucket, pipeline, streams, average):
             patch.setattr(module, "has_streams", lambda device: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="while a CUDA graph is captured: a replay would") as raised:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp import ops
+from gradcomp.compress import agreement
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_oracle import Bucket
@@ -214,7 +214,7 @@ PROCESSORS = [{"GPU compute capability": "9.0"}, {"GPU compute capability": "8.9
 def unlike_gpus(rank):
     """Take a step on ranks that report unlike GPUs; return the warnings."""
     with pytest.MonkeyPatch.context() as patch, Messages() as said:
-        patch.setattr(ops, "processor", lambda _: PROCESSORS[rank])
+        patch.setattr(agreement, "processor", lambda _: PROCESSORS[rank])
         PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
     return [line for line in said if "unlike processors" in line]
 
