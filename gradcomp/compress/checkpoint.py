@@ -5,12 +5,11 @@ version, or from a container that has changed it. For example, torch.distributed
 into strings, and fills only entries that the target already has.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..comm.process_group import joined_group
 from ..rules import COUNT, RANK
@@ -29,24 +28,6 @@ def owner_of(process_group: Any) -> dict[str, Any] | None:
     return None if group is None else {"rank": group.rank(), "world_size": group.size()}
 
 
-def another_ranks_errors(
-    algorithm: str, errors_of: dict[str, Any] | None, group: dist.ProcessGroup
-) -> str | None:
-    """Return a warning if another rank saved the loaded errors, else None.
-
-    errors_of: the owner of the loaded errors; see owner_of.
-    """
-    here = owner_of(group)
-    if here is None or errors_of is None or errors_of["rank"] is None or errors_of == here:
-        return None
-    saved, now = (f"rank {each['rank']} of {each['world_size']}" for each in (errors_of, here))
-    return (
-        f"{algorithm}: the errors loaded on {now} belong to {saved}. If several ranks load the same "
-        "errors, these count several times, and the other ranks' errors are lost. Save one checkpoint per "
-        "rank; or one for all, or for another world size, with consolidated_state_dict(state)."
-    )
-
-
 VERSION = 1
 PROGRESS = dict.fromkeys(
     ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report"), COUNT
@@ -55,39 +36,10 @@ NOT_THROUGH_DCP = (
     "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict(state), and load "
     "it with load_from_dcp"
 )
-
-
 _KEYS = (
     *("version", "algorithm", "options", *SETTINGS, *PROGRESS),
     *("errors_of", "num_parameters", "parameters"),
 )
-
-
-def progress_of(state: Any) -> dict[str, int]:
-    """Return a state's progress: the step's number, and the statistics."""
-    return {name: getattr(state, name) for name in PROGRESS}
-
-
-def to_state_dict(
-    algorithm: str, settings: Settings, progress: Mapping[str, int], entries: Entries
-) -> dict[str, Any]:
-    """Return a state_dict without the entry "errors_of".
-
-    progress: see progress_of.
-    """
-    for entry in entries.values():
-        if "error" in entry:  # the next step treats values that aren't finite as zeros
-            entry["error"] = entry["error"].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    return {
-        "version": VERSION,
-        "algorithm": algorithm,
-        "options": as_dict(settings.options),
-        **settings.common(),
-        **progress,
-        # Shows missing entries: a container that fills only the target's entries leaves "parameters" empty.
-        "num_parameters": len(entries),
-        "parameters": entries,
-    }
 
 
 def replaced(own: Settings, loaded: Settings, default: Settings) -> list[str]:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ..comm.nodes import require_ranks_per_node
 from ..comm.process_group import joined_group
 from . import checkpoint
-from .checkpoint import PROGRESS, another_ranks_errors, owner_of, progress_of
+from .checkpoint import PROGRESS, owner_of
 from .parameter_states import Entries, ParameterStates
-from .settings import ConfiguredState, Settings, logger_of
+from .settings import ConfiguredState, Settings, as_dict, logger_of
 
 
 class SavedState(ConfiguredState):
@@ -153,10 +153,21 @@ class SavedState(ConfiguredState):
         "parameters": what is kept of each parameter, as in `state`.
         "num_parameters": the number of entries in "parameters".
         """
-        saved = checkpoint.to_state_dict(
-            self.algorithm, self._settings, progress_of(self), self._states.entries()
-        )
-        return {**saved, "errors_of": self._errors_of or owner_of(self.process_group)}
+        entries = self._states.entries()
+        for entry in entries.values():
+            if "error" in entry:  # the next step treats values that aren't finite as zeros
+                entry["error"] = entry["error"].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        return {
+            "version": checkpoint.VERSION,
+            "algorithm": self.algorithm,
+            "options": as_dict(self.options),
+            **self._settings.common(),
+            **{name: getattr(self, name) for name in PROGRESS},
+            "errors_of": self._errors_of or owner_of(self.process_group),
+            # Shows missing entries: a container that fills only the target's entries leaves none.
+            "num_parameters": len(entries),
+            "parameters": entries,
+        }
 
     @property
     def state(self) -> Entries:
@@ -260,10 +271,16 @@ class SavedState(ConfiguredState):
         group = group or joined_group(self.process_group)
         if self._errors_of is None or group is None:
             return
-        warning = another_ranks_errors(self.algorithm, self._errors_of, group)
-        self._errors_of = None
-        if warning is not None:
-            logger_of(self).warning(warning)
+        here, saved, self._errors_of = owner_of(group), self._errors_of, None
+        if here is None or saved["rank"] is None or saved == here:
+            return
+        owner, now = (f"rank {each['rank']} of {each['world_size']}" for each in (saved, here))
+        logger_of(self).warning(
+            "%s: the errors loaded on %s belong to %s. If several ranks load the same errors, these count "
+            "several times, and the other ranks' errors are lost. Save one checkpoint per rank; or one for "
+            "all, or for another world size, with consolidated_state_dict(state).",
+            *(self.algorithm, now, owner),
+        )
 
 
 def _has_one_compressor(state_class: type[SavedState]) -> bool:

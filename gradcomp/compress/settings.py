@@ -165,6 +165,20 @@ class ConfiguredState:
     def ranks_per_node(self, value: int | str) -> None:
         self._ranks_per_node, self._is_compared = require_ranks_per_node(value), False
 
+    def claims(self, options: Any) -> dict[str, Any]:
+        """Return what averages with these options promise; see Compressor.claims."""
+        return self._compressor.claims(options)
+
+    @property
+    def is_compared(self) -> bool:
+        """True if a step has compared the ranks since options or group changed or a checkpoint was loaded."""
+        return self._is_compared
+
+    @property
+    def can_reduce_scatter(self) -> bool:
+        """True if the state's compressor can reduce-scatter a ShardBucket."""
+        return self._compressor.sums_shards
+
     def _require_start(self, start_iter: int, options: Any) -> None:
         """Raise ValueError if start_iter is too early for compression with these options."""
         if start_iter < self.min_start_iter:

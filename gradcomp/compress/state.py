@@ -120,8 +120,7 @@ class CompressorState(SavedState):
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
         super()._reset(process_group, settings)
-        # Of the last step: (ranks per node, the nodes in words), or None without nodes. No process groups:
-        # the state may outlive them.
+        # (Ranks per node, the nodes in words), or None. No process groups: the state may outlive them.
         self._nodes: tuple[int, str] | None = None
         self._round_trip_s = 0.0  # between ranks, or nodes
         self._ranks: dict[str, Any] = {}  # what a BucketSpec says of the ranks
@@ -155,20 +154,6 @@ class CompressorState(SavedState):
         if self._steps.num < self._settings.start_iter:
             return Phase(self.algorithm, None, options, warms_up=(compressing,))
         return compressing
-
-    def claims(self, options: Any) -> dict[str, Any]:
-        """Return what averages with these options promise; see Compressor.claims."""
-        return self._compressor.claims(options)
-
-    @property
-    def is_compared(self) -> bool:
-        """True if a step has compared the ranks since options or group changed or a checkpoint was loaded."""
-        return self._is_compared
-
-    @property
-    def can_reduce_scatter(self) -> bool:
-        """True if the state's compressor can reduce-scatter a ShardBucket."""
-        return self._compressor.sums_shards
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
         """Count the step if this is its last bucket."""
@@ -248,7 +233,9 @@ class CompressorState(SavedState):
             self._steps.take(parameters)
         is_first = self._steps.num_buckets == 1
         if self._group is None or self._group() is not group:
-            self._change_group(group)
+            # Compressors depend on the number of ranks, and on this rank's number.
+            self._states.give_all_back()
+            self._group, self._is_compared = weakref.ref(group), False
         if not self._is_compared:
             self._compare(hook_name, bucket, group, is_first=is_first)
         options = self._settings.options if options is None else options
@@ -336,23 +323,14 @@ class CompressorState(SavedState):
         """Return the seed for a bucket's random choices in a step, the same on every rank."""
         return (self._settings.random_seed * 1_000_003 + step * 8_191 + own.index) % 2**63
 
-    def _change_group(self, group: dist.ProcessGroup) -> None:
-        if self._group is not None:
-            # Compressors depend on the number of ranks, and on this rank's number.
-            self._states.give_all_back()
-            self._is_compared = False
-        self._group = weakref.ref(group)
-        self._ranks |= {"world_size": group.size()}
-
     def _compare(
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
     ) -> None:
         """In the first step, raise RuntimeError on every rank if options or buckets differ between ranks."""
+        names = list(map(self._states.keys.get, bucket.parameters()))
         values = self.compared_options() | {
             "iter": self.iter,
-            "names of parameters (number_parameters gives them)": list(
-                map(self._states.keys.get, bucket.parameters())
-            ),
+            "names of parameters (number_parameters gives them)": names,
             "directions": self._states.common_digest(),
         }
         found = agree(
@@ -367,14 +345,16 @@ class CompressorState(SavedState):
         if (found.nodes, found.round_trip_s) != (self._nodes, self._round_trip_s):
             self._states.give_all_back()
             self._nodes, self._round_trip_s = found.nodes, found.round_trip_s
-        has_delay = self._round_trip_s >= MIN_DELAY_S
-        self._ranks |= {"ranks_per_node": self._num_ranks_per_node, "has_delay": has_delay}
+        self._ranks = {
+            "world_size": group.size(),
+            "ranks_per_node": self._num_ranks_per_node,
+            "has_delay": self._round_trip_s >= MIN_DELAY_S,
+        }
         if found.processors:
             logger_of(self).warning(
                 "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas "
                 "will drift apart by rounding errors; see docs/powersgd.md.",
-                self.algorithm,
-                "; ".join(found.processors),
+                *(self.algorithm, "; ".join(found.processors)),
             )
 
     @property

@@ -104,7 +104,12 @@ def compress_replicas(
     require_group(_WHOSE, replicate_group, "replicate_group")
     groups = _checked_groups(model, replicate_group)
     if state is not None:
-        _check_state(state, replicate_group)
+        if not isinstance(state, CompressorState):
+            raise TypeError(
+                f"{_WHOSE} takes a PowerSGDState, a QuantizationState, another CompressorState, or None as "
+                f"its state, got {state!r}"
+            )
+        check_state(_WHOSE, state, replicate_group, "replicate_group")
     require_same_group(_WHOSE, replicate_group)
     options = None if state is None else {"algorithm": state.algorithm, **state.compared_options()}
     values = {"state": options, "number of replicas": replicate_group.size()}
@@ -136,31 +141,17 @@ def _checked_groups(model: Any, replicate_group: dist.ProcessGroup) -> list[Para
                 f"{group.name} is replicated by torch, which averages over the replicas by itself. Give "
                 'fully_shard a 1-D mesh, mesh["shard"], and the replicas\' group to compress_replicas'
             )
-        _check_ranks(group.name, group.shard_group, replicate_group)
+        shards, replicas = map(dist.get_process_group_ranks, (group.shard_group, replicate_group))
+        if len(common := set(shards) & set(replicas)) > 1:
+            raise ValueError(
+                f"replicate_group has ranks {replicas}, of which {sorted(common)} hold different shards of "
+                f"{group.name} (sharded over ranks {shards}), but must have one rank of every replica: "
+                'mesh["replicate"].get_group() of the 2-D mesh'
+            )
     unready = [name for name, each in model.named_parameters() if each.is_meta]
     if unready:
         raise ValueError(f"{_WHOSE} needs the parameters' values, but {unready[0]} is a meta tensor")
     return groups
-
-
-def _check_ranks(name: str, shard_group: dist.ProcessGroup, replicate_group: dist.ProcessGroup) -> None:
-    """Raise ValueError if the replicas' group has two ranks of one replica."""
-    shards, replicas = map(dist.get_process_group_ranks, (shard_group, replicate_group))
-    if len(common := set(shards) & set(replicas)) > 1:
-        raise ValueError(
-            f"replicate_group has ranks {replicas}, of which {sorted(common)} hold different shards of "
-            f"{name} (sharded over ranks {shards}), but must have one rank of every replica: "
-            'mesh["replicate"].get_group() of the 2-D mesh'
-        )
-
-
-def _check_state(state: Any, replicate_group: dist.ProcessGroup) -> None:
-    if not isinstance(state, CompressorState):
-        raise TypeError(
-            f"{_WHOSE} takes a PowerSGDState, a QuantizationState, another CompressorState, or None as its "
-            f"state, got {state!r}"
-        )
-    check_state(_WHOSE, state, replicate_group, "replicate_group")
 
 
 @torch.no_grad()
