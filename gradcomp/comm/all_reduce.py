@@ -21,14 +21,14 @@ from gradcomp.device import has_streams
 from .bucket import as_real
 from .exchange import MIN_DELAY_S, all_reduce, round_trip_s
 from .pipeline import Pipeline, Stages, average_in_stages
-from .process_group import ExplainedError, Operation
+from .process_group import ExplainedError, Explaining
 from .streams import Future
 
 
 def all_reduce_compressed(
     bucket: dist.GradBucket,
     group: dist.ProcessGroup,
-    operation: Operation,
+    operation: Explaining,
     compress: Callable[[], tuple[torch.Tensor, Callable[[], None]]],
     pipeline: Pipeline | None = None,
 ) -> Future:
@@ -78,7 +78,7 @@ def all_reduce_compressed(
 def average_in_place(
     bucket: dist.GradBucket,
     group: dist.ProcessGroup,
-    operation: Operation,
+    operation: Explaining,
     pipeline: Pipeline | None = None,
     divisor: float | None = None,
 ) -> Future:
@@ -96,7 +96,7 @@ def average_in_place(
 
 def run_hook_compressed(
     bucket: dist.GradBucket,
-    operation: Operation,
+    operation: Explaining,
     start: Callable[[], Future],
     finish: Callable[[torch.Tensor], torch.Tensor],
     pipeline: Pipeline,
@@ -121,12 +121,12 @@ def run_hook_compressed(
     return average_in_stages(bucket, stages(), operation, pipeline)
 
 
-def _value_of(future: Any, operation: Operation) -> Any:
+def _value_of(future: Any, operation: Explaining) -> Any:
     with operation:
         return future.value()
 
 
-def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Operation) -> dist.Work:
+def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Explaining) -> dist.Work:
     try:
         work: dist.Work = dist.all_reduce(wire, group=group, async_op=True)
         return work

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .process_group import WAITING, ExplainedError, Operation, device_for
+from .process_group import WAITING, ExplainedError, Explaining, device_for
 
 # The number of meetings of a group's ranks, by the meeting's name.
 _num_meetings: MutableMapping[dist.ProcessGroup, Counter[str]] = WeakIdKeyDictionary()
@@ -38,7 +38,7 @@ def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: st
     if (found := common_store(group)) is None:
         return
     store, ranks = found
-    with Operation.of(what, group):
+    with Explaining.of(what, group):
         missing = missing_ranks(call, f"{call}, which all ranks must call. {advice}", store, ranks, group)
     if missing:
         raise ExplainedError(
@@ -131,7 +131,7 @@ def require_same_on_all_ranks(
         return {}
     mine = json.dumps([dict(values), dict(notes or {})], default=repr).encode()
     header = hashlib.sha256(mine).digest() + len(mine).to_bytes(_LENGTH_BYTES, "little")
-    with Operation.of(f"compare {whose}", group):
+    with Explaining.of(f"compare {whose}", group):
         messages = _all_gather(header + mine[:_INLINE_BYTES], MESSAGE_BYTES, group, device)
     if all(message[:_DIGEST_BYTES] == messages[0][:_DIGEST_BYTES] for message in messages):
         return {}
@@ -139,7 +139,7 @@ def require_same_on_all_ranks(
     lengths = [int.from_bytes(message[_DIGEST_BYTES:end], "little") for message in messages]
     texts = [message[end:] for message in messages]
     if max(lengths) > _INLINE_BYTES:
-        with Operation.of(f"compare {whose}", group):
+        with Explaining.of(f"compare {whose}", group):
             texts = _all_gather(mine, max(lengths), group, device)
     by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
     values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
@@ -170,7 +170,7 @@ def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
         return
     store, ranks = found
     store.set(f"gradcomp/group of {dist.get_rank()}", json.dumps(ranks))
-    with Operation.of(f"compare {whose}", group):
+    with Explaining.of(f"compare {whose}", group):
         missing = missing_ranks("group", f"the first step of {whose}", store, ranks, group)
     if missing:
         others = [f"rank {rank}, which averages over {_ranks_of(store, rank)}" for rank in missing]

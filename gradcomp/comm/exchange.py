@@ -37,7 +37,7 @@ import torch.distributed as dist
 from gradcomp import ops
 
 from ..rules import described
-from .process_group import Operation
+from .process_group import Explaining
 from .reduced_values import ReducedValues
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ def _given_s() -> float:
 def _measured_s(group: dist.ProcessGroup) -> float:
     """Return the time of the shortest of a few exchanges of a number each."""
     mine, times = torch.zeros(1), []
-    with Operation.of("measure the delay of the links", group):
+    with Explaining.of("measure the delay of the links", group):
         for _ in range(_SAMPLES):
             received = torch.empty(group.size(), 1)
             begun = time.perf_counter()

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from gradcomp.device import has_streams
 
-from .process_group import Operation
+from .process_group import Explaining
 from .streams import Future, on_side_stream, wait_for_current_stream
 
 # Yields each collective under way, or None for one that needs no waiting. Returns the averaged bucket.
@@ -96,7 +96,7 @@ class _Running:
     """
 
     stages: Stages
-    operation: Operation
+    operation: Explaining
     future: PipelinedFuture
     device: torch.device
     backward: int
@@ -132,7 +132,7 @@ class Pipeline:
         self._unfinished: set[_Running] = set()
 
     def add(
-        self, bucket: dist.GradBucket, stages: Stages, operation: Operation, *, is_first: bool
+        self, bucket: dist.GradBucket, stages: Stages, operation: Explaining, *, is_first: bool
     ) -> PipelinedFuture:
         """Begin a bucket's stages. On CUDA, take every bucket before it one stage further, the newest first.
 
@@ -232,7 +232,7 @@ _of_thread = _Pipelines()
 
 
 def average_in_stages(
-    bucket: dist.GradBucket, stages: Stages, operation: Operation, pipeline: Pipeline | None = None
+    bucket: dist.GradBucket, stages: Stages, operation: Explaining, pipeline: Pipeline | None = None
 ) -> Future:
     """Return a future of the bucket's average, while its stages run.
 

@@ -1,7 +1,7 @@
 """Process groups: the group that an argument stands for, and operations of its ranks.
 
 A failed collective raises the backend's own error, with a socket and a time. Its likely cause, a rank that
-never came, is not in it. Operation says what failed on which rank, and what to look at.
+never came, is not in it. Explaining says what failed on which rank, and what to look at.
 """
 
 import json
@@ -80,7 +80,7 @@ class ExplainedError(RuntimeError):
     """An error whose message says what is wrong, on which ranks, and what to look at."""
 
 
-class Operation(NamedTuple):
+class Explaining(NamedTuple):
     """A context that explains the errors of an operation's collectives.
 
     what: the operation, in words that follow "could not".
@@ -89,7 +89,7 @@ class Operation(NamedTuple):
 
     Example::
 
-        with Operation.of("compare options", group):
+        with Explaining.of("compare options", group):
             dist.all_gather(gathered, mine, group=group)
     """
 
@@ -98,11 +98,11 @@ class Operation(NamedTuple):
     world_size: int
 
     @classmethod
-    def of(cls, what: str, group: dist.ProcessGroup) -> "Operation":
+    def of(cls, what: str, group: dist.ProcessGroup) -> "Explaining":
         return cls(what, group.rank(), group.size())
 
     @classmethod
-    def averaging(cls, index: int, hook_name: str, group: dist.ProcessGroup | None) -> "Operation":
+    def averaging(cls, index: int, hook_name: str, group: dist.ProcessGroup | None) -> "Explaining":
         """Return the operation that averages a bucket with a hook."""
         rank, world_size = (group.rank(), group.size()) if group is not None else (0, 1)
         return cls(f"average bucket {index} with {hook_name}", rank, world_size)
@@ -132,7 +132,7 @@ class Operation(NamedTuple):
         return ExplainedError(_message(self, text.rstrip(". \n"), _who_waits()))
 
 
-def _message(operation: Operation, text: str, who_waits: str) -> str:
+def _message(operation: Explaining, text: str, who_waits: str) -> str:
     others = who_waits or (
         "another rank has ended, raised an error, left this step out, or is alone in what all ranks must "
         "call, such as a save: accelerator.save_state, CommHook.state_dict and consolidated_state_dict "

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gradcomp.device import has_streams, pinned
 
-from .process_group import Operation
+from .process_group import Explaining
 
 
 class ReducedValues:
@@ -32,7 +32,7 @@ class ReducedValues:
         device: torch.device,
         operation: Any = dist.ReduceOp.MAX,
     ):
-        self._operation = Operation.of(what, groups[0])
+        self._operation = Explaining.of(what, groups[0])
         self._passed: Any = None  # on CUDA, the event after the copy to the host
         on_device = self._values = torch.empty(len(values), dtype=torch.float64, device=device)
         on_device.copy_(pinned(torch.tensor(values, dtype=torch.float64), device), non_blocking=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
-from ..comm.process_group import Operation, device_for, resolve_group
+from ..comm.process_group import Explaining, device_for, resolve_group
 
 SAVE_ON_ALL_RANKS = (
     "Saving averages the errors of all ranks. Likely cause: a save on some ranks only, under `if "
@@ -71,7 +71,7 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
         state.load_state_dict(torch.load(path))
     """
     group = _group(consolidated_state_dict, state)
-    operation = Operation.of(f"save the state of {state.algorithm}", group)
+    operation = Explaining.of(f"save the state of {state.algorithm}", group)
     require_all_ranks("consolidated_state_dict", operation.what, group, SAVE_ON_ALL_RANKS)
     mine = state.state_dict()
     merged: dict[str, Any] = _on_cpu(mine)

@@ -27,7 +27,7 @@ from ..comm.all_reduce import average_in_place
 from ..comm.bucket import ShardBucket, checked_bucket
 from ..comm.exchange import MIN_DELAY_S, reduce_scatter
 from ..comm.pipeline import Pipeline, Stages, average_in_stages
-from ..comm.process_group import Operation, joined_group
+from ..comm.process_group import Explaining, joined_group
 from ..comm.streams import Future
 from ..rules import described
 from .agreement import agree
@@ -261,7 +261,7 @@ class CompressorState(SavedState):
         return future
 
     def _average_plainly(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Future:
-        buffer, operation = bucket.buffer(), Operation.averaging(bucket.index(), hook_name, group)
+        buffer, operation = bucket.buffer(), Explaining.averaging(bucket.index(), hook_name, group)
         if isinstance(bucket, ShardBucket):
             return average_in_stages(bucket, _sum_of_shard(bucket, group), operation, self._pipeline)
         if self.recorder is not None:
@@ -290,7 +290,7 @@ class CompressorState(SavedState):
             running = own.stages(bucket, group, self._seed(own, step + 1), discards=self._discards_step)
             if self.recorder is not None:
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
-            operation = Operation.averaging(bucket.index(), hook_name, group)
+            operation = Explaining.averaging(bucket.index(), hook_name, group)
             is_first = self._steps.num_buckets == 1
             future = self._pipeline.add(bucket, running, operation, is_first=is_first)
         self.total_numel_before_compression += buffer.numel()

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.consistency import require_same_on_all_ranks
-from gradcomp.comm.process_group import Operation
+from gradcomp.comm.process_group import Explaining
 from gradcomp.compress import CompressorState
 
 from .param_groups import ParamGroup, param_groups_of
@@ -172,7 +172,7 @@ class Averager:
         )
 
     def _average(self, bucket: Any) -> None:
-        operation = Operation.averaging(bucket.index(), self._whose, self.group)
+        operation = Explaining.averaging(bucket.index(), self._whose, self.group)
         with operation:
             if self._state is None:
                 average_in_place(bucket, self.group, operation).wait()

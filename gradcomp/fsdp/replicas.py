@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import require_same_group
-from gradcomp.comm.process_group import Operation, require_group
+from gradcomp.comm.process_group import Explaining, require_group
 from gradcomp.compress import CompressorState
 from gradcomp.device import has_streams
 
@@ -171,7 +171,7 @@ def _copy_from_first_rank(
             continue
         wire = local.to(device).contiguous()
         # As bytes: backends lack some dtypes.
-        with Operation.of("copy the weights of the first replica", group):
+        with Explaining.of("copy the weights of the first replica", group):
             dist.broadcast(wire.view(-1).view(torch.uint8), source, group=group)
         if wire.data_ptr() != local.data_ptr():
             local.copy_(wire)

@@ -30,7 +30,7 @@ from gradcomp.comm.bucket import (
 from gradcomp.comm.exchange import reduce_by_nodes
 from gradcomp.comm.nodes import AUTO, Nodes, nodes_in, require_ranks_per_node
 from gradcomp.comm.pipeline import Pipeline, Stages, average_in_stages
-from gradcomp.comm.process_group import Operation, joined_group, resolve_group
+from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 
 __all__ = [
     "allreduce_hook",
@@ -89,7 +89,7 @@ def allreduce_hook(
     buffer = bucket.buffer()
     if not (buffer.is_floating_point() or buffer.is_complex()):
         raise TypeError(f"allreduce_hook averages floating-point buckets, got {buffer.dtype}")
-    return average_in_place(bucket, group, Operation.averaging(bucket.index(), "allreduce_hook", group))
+    return average_in_place(bucket, group, Explaining.averaging(bucket.index(), "allreduce_hook", group))
 
 
 def fp16_compress_hook(
@@ -156,7 +156,7 @@ def _compress_hook(
         wire, keep = take_wire(bucket, name, dtype)
         return ops.compress_cast(buffer, out=wire, scale=1 / group.size(), overwrite=True), keep
 
-    return all_reduce_compressed(bucket, group, Operation.averaging(bucket.index(), name, group), compress)
+    return all_reduce_compressed(bucket, group, Explaining.averaging(bucket.index(), name, group), compress)
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -248,7 +248,7 @@ def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
             yield from reduce_by_nodes(buffer, nodes, between, 1 / nodes.ranks_per_node)
             return buffer
 
-        operation = Operation.averaging(index, "node_wrapper", group)
+        operation = Explaining.averaging(index, "node_wrapper", group)
         return average_in_stages(bucket, stages(), operation, pipeline)
 
     return node_wrapper_hook
@@ -287,7 +287,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
 
         is_group = isinstance(hook_state, dist.ProcessGroup)
         group = joined_group(hook_state if is_group else getattr(hook_state, "process_group", None))
-        operation = Operation.averaging(bucket.index(), full_name, group)
+        operation = Explaining.averaging(bucket.index(), full_name, group)
         return run_hook_compressed(bucket, operation, start, finish, pipeline)
 
     full_name = f"{name}({getattr(hook, '__qualname__', hook)})"

@@ -14,7 +14,7 @@ from gradcomp.comm.bucket import KeptBuffers, checked_bucket, require_bucket
 from gradcomp.comm.exchange import has_delay
 from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.pipeline import Stages, average_in_stages
-from gradcomp.comm.process_group import Operation
+from gradcomp.comm.process_group import Explaining
 from gradcomp.comm.streams import Future, completed
 from gradcomp.compress.compressor import BucketSpec
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
@@ -231,4 +231,4 @@ def _average_in_8_bits(
         return buffer
 
     # stages() makes the plan, so that on CUDA the plan's tensors belong to the side stream.
-    return average_in_stages(bucket, stages(), Operation.averaging(bucket.index(), hook_name, group))
+    return average_in_stages(bucket, stages(), Explaining.averaging(bucket.index(), hook_name, group))

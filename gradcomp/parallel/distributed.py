@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.consistency import require_same_on_all_ranks
-from gradcomp.comm.process_group import Operation
+from gradcomp.comm.process_group import Explaining
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
 from gradcomp.reducer.autograd import listed, not_compiled
@@ -439,6 +439,6 @@ def _will_average(ddp: DistributedDataParallel, mine: bool) -> torch.Tensor:
 
 def _reduced(what: str, ddp: DistributedDataParallel, value: int, operation: Any) -> torch.Tensor:
     reduced = torch.full((1,), value, device=ddp.device)
-    with Operation.of(what, ddp.process_group):
+    with Explaining.of(what, ddp.process_group):
         dist.all_reduce(reduced, operation, group=ddp.process_group)
     return reduced

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
-from gradcomp.comm.process_group import Operation, joined_group, resolve_group
+from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 from gradcomp.comm.streams import require_no_capture
 from gradcomp.device import has_streams
 from gradcomp.hooks import default_hooks
@@ -90,7 +90,7 @@ class Averaging:
             # On a CPU the last bucket's hook waits for all collectives.
             is_last = index == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
             given: Any = GradBucket(index, buffer, parameters, is_last)
-            operation = Operation.averaging(index, f"{name_of(self._hook)} in average_", joined_group(group))
+            operation = Explaining.averaging(index, f"{name_of(self._hook)} in average_", joined_group(group))
             with operation:
                 future = self._hook(state, given)
             self._buckets.append(_FlatBucket(members, layout, buffer, parts, operation, future))
@@ -115,7 +115,7 @@ class _FlatBucket(NamedTuple):
     layout: FlatLayout
     buffer: torch.Tensor
     parts: list[torch.Tensor]
-    operation: Operation
+    operation: Explaining
     future: Any
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.process_group import Operation
+from gradcomp.comm.process_group import Explaining
 
 BROADCAST_BYTES = 250 << 20
 ALIGNMENT_BYTES = 16  # of each dtype's part: the size of the largest element
@@ -80,7 +80,7 @@ class _Chunk:
         if is_source:
             for dtype, indices in self._indices.items():
                 torch._foreach_copy_(self._views[dtype], [tensors[index] for index in indices])
-        with Operation.of(f"copy the parameters or buffers of rank {src} to all ranks", group):
+        with Explaining.of(f"copy the parameters or buffers of rank {src} to all ranks", group):
             dist.broadcast(self._wire, dist.get_global_rank(group, src), group=group)
         if not is_source:
             for dtype, indices in self._indices.items():

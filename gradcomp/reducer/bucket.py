@@ -13,7 +13,7 @@ from gradcomp import ops
 from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.bucket import GradBucket, Hook, TakesBack, as_real, name_of, result_of
 from gradcomp.comm.exchange import has_delay
-from gradcomp.comm.process_group import Operation
+from gradcomp.comm.process_group import Explaining
 from gradcomp.layout import FlatLayout
 
 from .parameters import check_gradient
@@ -241,7 +241,7 @@ class BucketCommunicator:
         self.hook: tuple[Any, Hook] | None = None
         self.divisor = group.size()
         self.buckets: list[Bucket] = []
-        self._operations: list[Operation] = []  # the averagings of the buckets
+        self._operations: list[Explaining] = []  # the averagings of the buckets
         self.bucket_of: dict[int, int] = {}  # a parameter's bucket
         self._apart: set[int] = set()
 
@@ -289,7 +289,7 @@ class BucketCommunicator:
     def _name_operations(self) -> None:
         name = "an all-reduce" if self.hook is None else name_of(self.hook[1])
         numbers = range(len(self.buckets))
-        self._operations = [Operation.averaging(number, name, self._group) for number in numbers]
+        self._operations = [Explaining.averaging(number, name, self._group) for number in numbers]
 
     @torch.no_grad()
     def start(self, number: int) -> Pending:
@@ -364,7 +364,7 @@ def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     count = torch.tensor([len(rows)], device=device)
     counts = [torch.empty_like(count) for _ in range(group.size())]
     gathered = []
-    with Operation.of(f"average a sparse gradient of shape {list(shape)}", group):
+    with Explaining.of(f"average a sparse gradient of shape {list(shape)}", group):
         dist.all_gather(counts, count, group=group)
         lengths = [int(each) for each in counts]
         for mine in (rows, values):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradcomp.comm.consistency import require_same_on_all_ranks
-from gradcomp.comm.process_group import Operation
+from gradcomp.comm.process_group import Explaining
 
 
 def named_parameters(
@@ -103,7 +103,7 @@ _UNNAMED = re.compile(r"(functools\.partial\(|<[\w.]+ object at ).*(?=\))")
 def agree_on_order(order: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> list[int]:
     """Return rank 0's order, on every rank."""
     agreed = torch.tensor(order, dtype=torch.int64, device=device)
-    with Operation.of("get rank 0's order of buckets", group):
+    with Explaining.of("get rank 0's order of buckets", group):
         dist.broadcast(agreed, src=dist.get_global_rank(group, 0), group=group)
     # Waits for the device, once in a Reducer's life: the host cuts the buckets.
     result: list[int] = agreed.tolist()

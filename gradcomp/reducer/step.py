@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gradcomp.comm.exchange import all_reduce, has_delay
 from gradcomp.comm.pipeline import run_through
-from gradcomp.comm.process_group import Operation
+from gradcomp.comm.process_group import Explaining
 from gradcomp.device import send
 
 from .bucket import BucketCommunicator, Pending, average_rows
@@ -163,7 +163,7 @@ class UsedMap:
         mine[sorted(used)] = 1
         self._uses_all = len(used) == num_params
         self._counts = send(mine, device)
-        self._operation = Operation.of("exchange which parameters the step has used", group)
+        self._operation = Explaining.of("exchange which parameters the step has used", group)
         with self._operation:
             self._stages = all_reduce(self._counts, group, has_delay=has_delay(self._counts, group))
             self._work: Any = next(self._stages)

@@ -5,9 +5,9 @@ import torch
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.pipeline import Pipeline, run_through
-from gradcomp.comm.process_group import ExplainedError, Operation
+from gradcomp.comm.process_group import ExplainedError, Explaining
 
-OPERATION = Operation("average bucket 0 with a hook", 1, 2)
+OPERATION = Explaining("average bucket 0 with a hook", 1, 2)
 
 
 class Work:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import gradcomp
 from gradcomp.comm import nodes, pipeline
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.comm.process_group import Operation
+from gradcomp.comm.process_group import Explaining
 from gradcomp.compress.compressor import BucketSpec
 from gradcomp.compress.quantized_all_reduce import FlatAllReduce, NodesAllReduce
 from gradcomp.fsdp.checks import Averager
@@ -196,7 +196,7 @@ class HookOfCodes:
             yield from self._of_buckets[index].reduce(buffer, buffer, dist.group.WORLD)
             return buffer
 
-        operation = Operation.averaging(index, "HookOfCodes", dist.group.WORLD)
+        operation = Explaining.averaging(index, "HookOfCodes", dist.group.WORLD)
         return pipeline.average_in_stages(bucket, stages(), operation)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from gradcomp.device import has_streams, send
 
-from ...comm.process_group import Operation
+from ...comm.process_group import Explaining
 from ...comm.streams import seconds_between, wait_until
 
 # A prime, so that a matrix's rows or columns don't all fall into a few of the places.
@@ -155,7 +155,7 @@ def relative_errors(
     gradients, averages, errors = values[:, :, 1:].unbind(1)
     keeps = torch.tensor(has_error, device=values.device).view(-1, 1)
     owed = torch.where(keeps, errors, gradients - averages).double()
-    with Operation.of("average the sketches of the recorded rows", group):
+    with Explaining.of("average the sketches of the recorded rows", group):
         dist.all_reduce(owed, group=group)
     owed /= group.size()
     norms = torch.stack([owed.norm(dim=1), (averages.double() + owed).norm(dim=1)], dim=1)
