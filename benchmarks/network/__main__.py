@@ -43,7 +43,7 @@ OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:
 TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
 # 20 local steps between exchanges; with a delay an exchange is under way during five of them.
 LOCAL = ("20", "20:int4", "20:int4:delay=5")
-# With several ranks per host, quantized averages go by nodes; these don't.
+# With several ranks per host, quantized averages go hierarchically; these don't.
 FLAT = ("int8:flat", "int4:flat", "powersgd:4:flat", "powersgd:8:int8:flat")
 # FSDP2 shards over all ranks, and its reduce-scatter is compressed: (made by, hook).
 SHARDED = (

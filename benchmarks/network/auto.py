@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.pictures import COLORS, picture
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
-from gradcomp.hooks.named_hooks import BY_NODES
+from gradcomp.hooks.named_hooks import HIERARCHICAL
 
 from .report import FLAT, Row, label_axes, of, places
 
@@ -163,8 +163,8 @@ def shown(milliseconds: float) -> str:
 def _ms_of_choice(row: Row) -> float | None:
     """Return the ms of the fixed hook, in the form, that auto_hook chose; None if that one wasn't timed."""
     times, choice = row["step_ms"], row["choice"]
-    if choice.endswith(BY_NODES):
-        name = choice.removesuffix(BY_NODES)
+    if choice.endswith(HIERARCHICAL):
+        name = choice.removesuffix(HIERARCHICAL)
         return times[name] if name + FLAT in times else None
     return times.get(choice + FLAT, times[choice])
 

@@ -70,7 +70,7 @@ def register_torchs(hook: str, model: Any, start_iter: int) -> None:
 
 
 def register_ours(hook: str, model: Any, start_iter: int) -> None:
-    """Register a hook of gradcomp's. With ":flat" at the end of its name, it doesn't average by nodes."""
+    """Register a hook of gradcomp's. With ":flat" at the end of its name, it averages flat."""
     if hook == "noop":
         model.register_comm_hook(None, gradcomp.hooks.debugging_hooks.noop_hook)
     else:

@@ -15,7 +15,7 @@ Link = tuple[int, float | None]  # Mbit/s, 0 for no network, and one-way ms, Non
 DRAWN = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
 # By wrapper.
 ON = {"torch": "", "gradcomp": " on gradcomp's wrapper", "fsdp2": " on FSDP2", "local steps": " local steps"}
-FLAT = ":flat"  # the end of the names of hooks that don't average by nodes
+FLAT = ":flat"  # the end of the names of hooks that don't average hierarchically
 
 
 def label(row: Row) -> str:

@@ -94,7 +94,7 @@ def measure(
 ) -> Measurements:
     """Measure everything. A collective.
 
-    hooks: "none" among them, without NOOP. With nodes, hooks are measured flat and by nodes.
+    hooks: "none" among them, without NOOP. With nodes, hooks are measured flat and hierarchical.
     seconds: the time of steps with each hook.
     bucket_cap_mb: DDP's option.
     """

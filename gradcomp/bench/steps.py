@@ -29,13 +29,13 @@ NOOP = "noop"  # the name of a step without any communication
 def register(model: DistributedDataParallel, name: str, ranks_per_node: int) -> None:
     """Register the hook of this name; see NamedHook.form_named. "none" stands for no hook.
 
-    ranks_per_node: for a hook by nodes.
+    ranks_per_node: for a hierarchical hook.
     """
     if name == NOOP:
         model.register_comm_hook(None, debugging_hooks.noop_hook)
     else:
         hook = NamedHook.form_named(name)
-        hook.register(model, FIRST_COMPRESSED_STEP, ranks_per_node if hook.is_by_nodes else 1)
+        hook.register(model, FIRST_COMPRESSED_STEP, ranks_per_node if hook.is_hierarchical else 1)
 
 
 # Steps before the timed ones. DDP rebuilds its buckets after the first. States compress from the third on.
@@ -118,7 +118,7 @@ def hook_times(
 class HookTime:
     """The times of steps with a hook, in seconds.
 
-    name: as in docs/accuracy.md, by nodes if it ends with BY_NODES, or NOOP.
+    name: as in docs/accuracy.md, hierarchical if it ends with HIERARCHICAL, or NOOP.
     step_p20_s, step_p50_s, step_p80_s: quantiles over num_steps steps, each on its slowest rank.
     collective_bytes: see plan.Traffic; 0 for NOOP.
     """

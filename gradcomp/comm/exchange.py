@@ -187,7 +187,7 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
         _sum(received.unbind(), own)
 
 
-def reduce_by_nodes(
+def reduce_hierarchically(
     flat: torch.Tensor,
     nodes: Nodes,
     between: Callable[[torch.Tensor], Generator[dist.Work | None, None, torch.Tensor]],
@@ -314,7 +314,7 @@ def round_trip_s(
 ) -> float:
     """Return the seconds from a message to its answer between a group's ranks, the same on all ranks.
 
-    between: by nodes, the group of this rank's place, whose exchanges are timed. The others agree all the
+    between: with nodes, the group of this rank's place, whose exchanges are timed. The others agree all the
         same: what is summed within a node and between nodes depends on it, too.
 
     The first call measures them: the shortest of a few exchanges, on the rank where that took longest. Every

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 
-from ..comm.exchange import Works, all_reduce, reduce_by_nodes
+from ..comm.exchange import Works, all_reduce, reduce_hierarchically
 from ..comm.nodes import nodes_of
 from ..comm.pipeline import Stages
 from ..rules import SIXTEEN_BITS, check_fields, checked_field
@@ -69,7 +69,7 @@ class AllReducedCompressor(Compressor):
             yield from self._sum(part, nodes.between, 1.0)
             return part
 
-        yield from reduce_by_nodes(flat, nodes, between, self._scale)
+        yield from reduce_hierarchically(flat, nodes, between, self._scale)
 
     def _sum(self, flat: torch.Tensor, group: dist.ProcessGroup, scale: float) -> Works:
         """Sum scale · flat over a group, in place."""

@@ -28,7 +28,7 @@ class BucketSpec:
     dtype, device: the buffer's dtype and device.
     world_size: the number of ranks that average the bucket.
     seed: the seed for random choices, the same on all ranks.
-    ranks_per_node: the number of ranks on each node, for compressors that average by nodes; 1 if the group is
+    ranks_per_node: the number of ranks on each node, for hierarchical compressors; 1 if the group is
         averaged without nodes. comm.nodes.nodes_of returns the groups.
     has_delay: whether a round trip between ranks (nodes) takes long; see comm/exchange.py.
     is_shard: whether a rank gets the sum of its own shard only, not the average of all: the flat buffer then
@@ -56,7 +56,7 @@ class Compressor(ABC):
     A subclass is constructed as subclass(bucket: BucketSpec, options), with its own frozen dataclass of
     options. It implements `average` or `reduce`.
 
-    sent_numel: the number of elements that a rank sends per step, for statistics; by nodes, that a node sends
+    sent_numel: the number of elements that a rank sends per step, for statistics; with nodes, that a node sends
         to other nodes.
     sent_exactly: the positions of the tensors of whose errors it keeps none, because it sends them exactly.
         If another compressor has left an error of such a tensor, the state adds it to the tensor's gradient

@@ -14,7 +14,7 @@ from gradcomp.device import has_streams
 from gradcomp.layout import BlockLayout, FlatLayout, PowerSGDLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
-from ..comm.exchange import Works, all_reduce, reduce_by_nodes
+from ..comm.exchange import Works, all_reduce, reduce_hierarchically
 from ..comm.nodes import nodes_of
 from ..comm.pipeline import Stages
 from ..rules import (
@@ -35,7 +35,7 @@ from .quantized_all_reduce import LayoutFor, all_reduce_for, compile_all_reduce
 
 # Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
 # they save between nodes (docs/network.md).
-LEAST_BYTES_BY_NODES = 2**18
+LEAST_HIERARCHICAL_BYTES = 2**18
 
 
 @dataclass(frozen=True)
@@ -252,11 +252,11 @@ class PowerSGDCompressor(Compressor):
     def _all_reduce(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
         """Sum p_wire (index 0) or q_wire (1) over all ranks; int8 factors are averaged.
 
-        On a CPU with nodes, the sum of a large wire goes by nodes. NCCL's rings pass each node once anyway.
+        On a CPU with nodes, the sum of a large wire is hierarchical. NCCL's rings pass each node once anyway.
         """
         if self._of_wires:
             return self._of_wires[index].reduce(wire, wire, group)
-        is_small = wire.nbytes < LEAST_BYTES_BY_NODES
+        is_small = wire.nbytes < LEAST_HIERARCHICAL_BYTES
         if self._ranks_per_node == 1 or is_small or has_streams(wire.device):
             # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
             return all_reduce(wire, group, has_delay=self._has_delay or (group.size() == 2 and is_small))
@@ -266,7 +266,7 @@ class PowerSGDCompressor(Compressor):
             yield from all_reduce(part, nodes.between, has_delay=self._has_delay)
             return part
 
-        return reduce_by_nodes(wire, nodes, between)
+        return reduce_hierarchically(wire, nodes, between)
 
     def state(self) -> State:
         error, directions = self.plan.error(), self.plan.directions()

@@ -8,7 +8,7 @@ In two:
     all-gather: every rank gets the means of all shards, and dequantizes the same bytes
 
 Rank r owns shard r. A rank sends and receives about two buckets of codes, whatever the number of ranks. If
-several ranks share a network card, NodesAllReduce sends these through the card once.
+several ranks share a network card, HierarchicalAllReduce sends these through the card once.
 
 In one, between two ranks or where a round trip takes longer than the bytes:
 
@@ -31,7 +31,7 @@ from ..comm.exchange import Works
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field
 from .checkpoint import require_names
 from .compressor import BucketSpec, Compressor, State
-from .quantized_all_reduce import FlatAllReduce, NodesAllReduce, all_reduce_for, compile_all_reduce
+from .quantized_all_reduce import FlatAllReduce, HierarchicalAllReduce, all_reduce_for, compile_all_reduce
 from .reduce_scatter import ReduceScatter, compile_reduce_scatter
 
 
@@ -45,7 +45,7 @@ class QuantizedOptions:
         False with 16, which keep no errors.
     uncompressed_dtype: the dtype in which vectors and small tensors are sent, with 16 bits all tensors:
         torch.bfloat16 or torch.float16. None: the bucket's dtype; with 16 bits torch.bfloat16.
-    within_dtype: by nodes, the dtype in which the ranks of a node exchange gradients to sum them:
+    within_dtype: with nodes, the dtype in which the ranks of a node exchange gradients to sum them:
         torch.bfloat16 or torch.float16. Error feedback doesn't include that rounding. None: exactly.
 
     Raises ValueError for an invalid value, and for error_feedback=True with 16 bits.
@@ -103,7 +103,7 @@ class QuantizedCompressor(Compressor):
     sums_shards = True
 
     def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
-        self._sum: FlatAllReduce | NodesAllReduce | ReduceScatter
+        self._sum: FlatAllReduce | HierarchicalAllReduce | ReduceScatter
         if bucket.is_shard:
             self._sum = ReduceScatter(options.layout, bucket, **options.sum_options())
         else:

@@ -1,6 +1,6 @@
-"""The quantized all-reduce of one bucket: flat, or by nodes, each in one exchange or in two.
+"""The quantized all-reduce of one bucket: flat, or hierarchical, each in one exchange or in two.
 
-Flat, see quantized.py. By nodes it is exact within each node (or in 16 bits), and in codes between nodes:
+Flat, see quantized.py. Hierarchical, it is exact within each node (or 16 bits), and in codes between nodes:
 
     node i, place j    bucket ──copy──▶ piece 0 │ piece 1 │ … │ piece g−1
     reduce-scatter within the node: the rank of place j gets the node's sum of piece j
@@ -40,9 +40,9 @@ LayoutFor = Callable[[int], BlockLayout]
 class Form:
     """How a bucket's codes are exchanged, the same on all ranks.
 
-    layout: the bucket's blocks, with a shard per rank; in one exchange with one, by nodes with one per place.
+    layout: the bucket's blocks, with a shard per rank; in one exchange with one; with nodes, one per place.
     num_senders: in one exchange, the number of ranks or nodes between which the codes go; None in two.
-    num_bytes: the bytes of an all-reduce that sends as much per rank; by nodes, per node.
+    num_bytes: the bytes of an all-reduce that sends as much per rank; with nodes, per node.
     """
 
     layout: BlockLayout
@@ -152,8 +152,8 @@ def _average_codes(plan: ops.QuantizedPlan, group: dist.ProcessGroup, gather: Ga
     yield gather(plan.mean)
 
 
-class NodesAllReduce:
-    """A bucket's quantized all-reduce by nodes, with the attributes and methods of FlatAllReduce.
+class HierarchicalAllReduce:
+    """A bucket's hierarchical quantized all-reduce, with the attributes and methods of FlatAllReduce.
 
     within_dtype: the dtype in which the ranks of a node exchange gradients to sum them; None for fp32 (fp64
         for fp64). Errors are in fp32 (fp64) all the same, and don't include that rounding.
@@ -275,9 +275,11 @@ class NodesAllReduce:
 
 def all_reduce_for(
     layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
-) -> FlatAllReduce | NodesAllReduce:
-    """Return a bucket's all-reduce, flat or by nodes. For the arguments see the classes."""
-    return (FlatAllReduce if spec.ranks_per_node == 1 else NodesAllReduce)(layout_for, dtype, spec, **options)
+) -> FlatAllReduce | HierarchicalAllReduce:
+    """Return a bucket's all-reduce, flat or hierarchical. For the arguments see the classes."""
+    return (FlatAllReduce if spec.ranks_per_node == 1 else HierarchicalAllReduce)(
+        layout_for, dtype, spec, **options
+    )
 
 
 def compile_all_reduce(layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any) -> None:
@@ -304,7 +306,7 @@ def piece_dtypes(dtype: torch.dtype, within_dtype: torch.dtype | None) -> tuple[
     """Return (the dtype in which pieces are summed within a node, the dtype in which a plan takes a sum).
 
     dtype: the bucket's dtype.
-    within_dtype: see NodesAllReduce.
+    within_dtype: see HierarchicalAllReduce.
     """
     wide = torch.promote_types(dtype, torch.float32)
     summed = within_dtype or wide
@@ -334,7 +336,7 @@ def _plans(
 ) -> tuple[Form, list[tuple[BlockLayout, torch.dtype, dict[str, Any]]]]:
     """Return the form, and the arguments of ops.quantized_plan: (layout, dtype, options) of each plan.
 
-    Flat there is one plan. By nodes the first is of a piece; in two exchanges a second one of the bucket.
+    Flat there is one plan. With nodes the first is of a piece; in two exchanges a second is of the bucket.
     """
     shared: dict[str, Any] = {"bits": bits, "exact_dtype": exact_dtype}
     if spec.ranks_per_node == 1:

@@ -4,7 +4,7 @@
     all-to-all: every rank gets its own row from all ranks
     owner     its own row + Σ dequantized, in fp32: the shard
 
-Nothing is quantized twice, and a rank's own row not at all. By nodes, it is exact within each node (or in 16
+Nothing is quantized twice, and a rank's own row not at all. Hierarchical, it is exact within each node (or in 16
 bits):
 
     node i, place j    rows j, g + j, 2g + j, … of the bucket are piece j
@@ -41,11 +41,11 @@ class ReduceScatter:
 
     layout_of: returns the blocks of tensors.
     spec: what the bucket is made for; its is_shard is true.
-    bits, error_feedback, exact_dtype, within_dtype: see ops.quantized_plan and NodesAllReduce.
+    bits, error_feedback, exact_dtype, within_dtype: see ops.quantized_plan and HierarchicalAllReduce.
 
     layout: the blocks of the rows that this rank quantizes.
-    num_bytes: the bytes of a reduce-scatter that sends as much per rank; by nodes, per node.
-    unit: the errors are multiplied by it; see NodesAllReduce.
+    num_bytes: the bytes of a reduce-scatter that sends as much per rank; with nodes, per node.
+    unit: the errors are multiplied by it; see HierarchicalAllReduce.
     error: the errors of the blocks that this rank quantizes, times unit; None without error feedback.
     """
 

@@ -72,7 +72,7 @@ class CompressorState(SavedState):
         buckets after the first step.
     random_seed: the seed for a compressor's random choices; the same on all ranks.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
-    ranks_per_node: the number of ranks that share a network card, for compressors that average by nodes; 1 to
+    ranks_per_node: the number of ranks that share a network card, for hierarchical compressors; 1 to
         average without nodes. "auto": torchrun's LOCAL_WORLD_SIZE if the group is the default one, there are
         several nodes, and a node's ranks follow one another; otherwise 1.
 

@@ -79,7 +79,7 @@ class AutoState(CompressorState):
 
     process_group: the group that averages; None for the default one.
     candidates: names as in docs/accuracy.md, the mildest first: none, bf16, fp16, int8, int4, powersgd:RANK,
-        powersgd:RANK:bf16, powersgd:RANK:int8. With nodes, each is tried flat and by nodes.
+        powersgd:RANK:bf16, powersgd:RANK:int8. With nodes, each is tried flat and hierarchical.
     strongest: the last of the candidates to try, such as "int8" for at most 8 bits; None for all.
     tolerance: the part of the fastest step's time that a milder candidate may take longer, and the part of
         the first one's that others must gain.
@@ -250,7 +250,7 @@ class AutoState(CompressorState):
         return group.size(), self._num_ranks_per_node
 
     def _names(self, num_ranks: int = 2) -> list[str]:
-        """Return a trial's candidates, with nodes each flat and by nodes.
+        """Return a trial's candidates, with nodes each flat and hierarchical.
 
         A single rank averages nothing, so nothing can pay.
         """
@@ -376,7 +376,7 @@ class AutoState(CompressorState):
 def _phase_of(name: str) -> Phase:
     """Return how a candidate averages."""
     hook = NamedHook.form_named(name)
-    return Phase(name, hook.compressor, hook.options, is_flat=not hook.is_by_nodes)
+    return Phase(name, hook.compressor, hook.options, is_flat=not hook.is_hierarchical)
 
 
 @cache

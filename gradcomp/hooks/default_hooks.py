@@ -27,7 +27,7 @@ from gradcomp.comm.bucket import (
     require_dense_floats,
     take_wire,
 )
-from gradcomp.comm.exchange import reduce_by_nodes
+from gradcomp.comm.exchange import reduce_hierarchically
 from gradcomp.comm.nodes import AUTO, Nodes, nodes_in, require_ranks_per_node
 from gradcomp.comm.pipeline import Pipeline, Stages, average_in_stages
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
@@ -245,7 +245,7 @@ def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
             return averaged.value()
 
         def stages() -> Stages:
-            yield from reduce_by_nodes(buffer, nodes, between, 1 / nodes.ranks_per_node)
+            yield from reduce_hierarchically(buffer, nodes, between, 1 / nodes.ranks_per_node)
             return buffer
 
         operation = Explaining.averaging(index, "node_wrapper", group)

@@ -1,4 +1,4 @@
-"""The hooks by name: int4, powersgd:8 (rank 8), powersgd:8:int8 (rank 8, int8 factors), int4 by nodes.
+"""The hooks by name: int4, powersgd:8 (rank 8), powersgd:8:int8 (rank 8, int8 factors), int4 hierarchical.
 
 auto_hook's candidates, the commands plan and bench, docs/accuracy.md and the benchmarks use these names.
 """
@@ -46,7 +46,7 @@ FACTORS: dict[str, dict[str, torch.dtype]] = {
     "int8": {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
 }
 START_BITS = {"": None, "start4": 4, "start8": 8}
-BY_NODES = " by nodes"  # the end of a name
+HIERARCHICAL = " hierarchical"  # the end of a name
 # The hooks that plan lists.
 NAMES = (
     *("none", "bf16", "fp16", "int8", "int4"),
@@ -102,14 +102,14 @@ class NamedHook:
     """A hook with its options.
 
     options: of its compressor.
-    is_by_nodes: whether gradients or factors are summed exactly within a node, and sent between nodes by one
-        rank each. Otherwise the hook is flat: every rank exchanges codes with every other rank, or a ring
+    is_hierarchical: whether gradients or factors are summed exactly within a node, and sent between nodes by
+        one rank each. Otherwise the hook is flat: every rank exchanges codes with every other rank, or a ring
         goes through all ranks.
     """
 
     name: str
     options: Options
-    is_by_nodes: bool = False
+    is_hierarchical: bool = False
 
     @classmethod
     def named(cls, name: str) -> NamedHook:
@@ -131,12 +131,12 @@ class NamedHook:
 
     @classmethod
     def form_named(cls, name: str) -> NamedHook:
-        """Return the hook of this name; its form by nodes if the name ends with BY_NODES.
+        """Return the hook of this name; its hierarchical form if the name ends with HIERARCHICAL.
 
         Raises ValueError for an unknown name.
         """
-        flat = cls.named(name.removesuffix(BY_NODES))
-        return flat.by_nodes() if name.endswith(BY_NODES) else flat
+        flat = cls.named(name.removesuffix(HIERARCHICAL))
+        return flat.hierarchical() if name.endswith(HIERARCHICAL) else flat
 
     @property
     def compressor(self) -> type[Compressor]:
@@ -158,8 +158,8 @@ class NamedHook:
             return self.options.factor_dtype
         return self.options.uncompressed_dtype
 
-    def has_form_by_nodes(self, *, is_gloo: bool) -> bool:
-        """Return whether the hook can be by nodes on a backend.
+    def has_hierarchical_form(self, *, is_gloo: bool) -> bool:
+        """Return whether the hook can be hierarchical on a backend.
 
         On NCCL, buckets that aren't codes are all-reduced in rings, which go node by node already.
         """
@@ -168,22 +168,22 @@ class NamedHook:
     @property
     def flat_name(self) -> str:
         """The name of this hook's flat form."""
-        return self.name.removesuffix(BY_NODES)
+        return self.name.removesuffix(HIERARCHICAL)
 
-    def by_nodes(self) -> NamedHook:
-        """Return this hook by nodes."""
-        return replace(self, name=self.flat_name + BY_NODES, is_by_nodes=True)
+    def hierarchical(self) -> NamedHook:
+        """Return the hierarchical form of this hook."""
+        return replace(self, name=self.flat_name + HIERARCHICAL, is_hierarchical=True)
 
     def state_and_hook(self, start_iter: int, ranks_per_node: int | str = AUTO) -> tuple[Any, Hook]:
         """Return a new state for the default group (None for a hook without one), and the hook.
 
         start_iter: the plain steps before a state compresses.
-        ranks_per_node: of the state, and of a hook by nodes without a state.
+        ranks_per_node: of the state, and of a hierarchical hook without a state.
         """
         options = self.options
         if isinstance(options, AllReducedOptions):
             hook = _STATELESS[options.wire_dtype]
-            return None, default_hooks.node_wrapper(hook, ranks_per_node) if self.is_by_nodes else hook
+            return None, default_hooks.node_wrapper(hook, ranks_per_node) if self.is_hierarchical else hook
         if isinstance(options, QuantizedOptions):
             quantized = QuantizationState(
                 None,
@@ -213,7 +213,7 @@ class NamedHook:
     def cost(self) -> AccuracyCost | None:
         """The hook's cost in accuracy; None if neither the hook nor a similar one was measured.
 
-        A hook by nodes, which was not measured, is assumed to cost as much as flat. It sums fewer codes.
+        A hierarchical hook, which was not measured, is assumed to cost as much as flat. It sums fewer codes.
         Similar to PowerSGD is PowerSGD of equal rank with int8 factors, the coarsest, or else with fp32.
         """
         if self.flat_name in COSTS:
@@ -226,8 +226,8 @@ class NamedHook:
 
 
 def forms_of(hooks: Iterable[NamedHook], *, has_nodes: bool, is_gloo: bool) -> Iterator[NamedHook]:
-    """Yield hooks. If has_nodes, each is preceded by its form by nodes, if it has one."""
+    """Yield hooks. If has_nodes, each is preceded by its hierarchical form, if it has one."""
     for hook in hooks:
-        if has_nodes and hook.has_form_by_nodes(is_gloo=is_gloo):
-            yield hook.by_nodes()
+        if has_nodes and hook.has_hierarchical_form(is_gloo=is_gloo):
+            yield hook.hierarchical()
         yield hook

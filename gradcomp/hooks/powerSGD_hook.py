@@ -63,7 +63,7 @@ class PowerSGDState(CompressorState):
     start_bits: 4 or 8: quantize the first start_powerSGD_iter steps to 4 or 8 bits, see quantization_hook;
         PowerSGD continues from their errors. None: the first steps are exact.
     ranks_per_node: the number of ranks that share a network card. int8 factors and a quantized start are then
-        averaged by nodes, see quantization_hook; so are other factors on a CPU. "auto": see
+        averaged hierarchically, see quantization_hook; so are other factors on a CPU. "auto": see
         QuantizationState. 1: without nodes.
 
     Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError if

@@ -49,11 +49,11 @@ class QuantizationState(CompressorState):
     uncompressed_dtype: the dtype in which vectors and small tensors are sent, with 16 bits all tensors:
         torch.bfloat16 or torch.float16. None: the bucket's dtype; with 16 bits torch.bfloat16.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
-    ranks_per_node: the number of ranks that share a network card. Buckets are then averaged by nodes: exactly
+    ranks_per_node: the number of ranks that share a network card. Averages are then hierarchical: exactly
         within a node, in codes between nodes. "auto": torchrun's LOCAL_WORLD_SIZE if process_group is the
         default one, there are several nodes, and a node's ranks follow one another; otherwise 1. 1: without
         nodes.
-    within_dtype: by nodes, the dtype in which the ranks of a node exchange gradients to sum them:
+    within_dtype: with nodes, the dtype in which the ranks of a node exchange gradients to sum them:
         torch.bfloat16 or torch.float16, half of fp32's bytes. Error feedback doesn't include that rounding.
         In float16, gradients must fit ±65504 times ranks_per_node. None: exactly. No effect without nodes.
 

@@ -12,7 +12,7 @@ import torch
 
 from gradcomp.comm.exchange import MIN_DELAY_S, takes_one_exchange
 from gradcomp.compress.compressor import BucketSpec
-from gradcomp.compress.powersgd import LEAST_BYTES_BY_NODES, PowerSGDOptions
+from gradcomp.compress.powersgd import LEAST_HIERARCHICAL_BYTES, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.compress.quantized_all_reduce import Form, LayoutFor
 from gradcomp.hooks.named_hooks import NamedHook
@@ -170,7 +170,7 @@ def collective_bytes(collectives: Iterable[Collective]) -> float:
     """Return the bytes handed to collectives, as docs/accuracy.md counts them.
 
     An all-to-all or all-gather counts half: it sends half of an all-reduce's bytes. Collectives within a node
-    don't count, so flat and by nodes have equal bytes.
+    don't count, so flat and hierarchical have equal bytes.
     """
     counted = (each for each in collectives if each.group != "within")
     return sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in counted)
@@ -182,7 +182,7 @@ def collectives_of(
 ) -> tuple[Collective, ...]:
     """Return a hook's collectives on a bucket of gradients with these shapes, in a step that compresses."""
     options = hook.options
-    if not hook.is_by_nodes:
+    if not hook.is_hierarchical:
         network = replace(network, ranks_per_node=1)
     if isinstance(options, PowerSGDOptions):
         return _powersgd(options, shapes, dtype, network)
@@ -193,17 +193,17 @@ def collectives_of(
     numel = num_elements(shapes)
     if hook.name == "none":  # DDP's own all-reduce, whatever the delay
         return (Collective("all-reduce", numel * dtype.itemsize),)
-    if not hook.is_by_nodes:
+    if not hook.is_hierarchical:
         return _sum(
             numel * (options.wire_dtype or dtype).itemsize, "all", network.world_size, network.has_delay
         )
-    return _by_nodes(numel * dtype.itemsize, numel * (options.wire_dtype or dtype).itemsize, network)
+    return _hierarchical(numel * dtype.itemsize, numel * (options.wire_dtype or dtype).itemsize, network)
 
 
 def _quantized(
     layout_for: LayoutFor, bits: int, dtype: torch.dtype, exact_dtype: torch.dtype | None, network: Network
 ) -> tuple[Collective, ...]:
-    """Return a quantized all-reduce's collectives: flat if network.ranks_per_node is 1, else by nodes."""
+    """Return a quantized all-reduce's collectives: flat if ranks_per_node is 1, else hierarchical."""
     per_node = network.ranks_per_node
     exact = exact_dtype or (dtype if per_node == 1 else torch.promote_types(dtype, torch.float32))
     bucket = BucketSpec((), dtype, torch.device("cpu"), network.world_size, 0, per_node, network.has_delay)
@@ -247,14 +247,14 @@ def _powersgd(
 
 def _factors(num_bytes: int, network: Network) -> tuple[Collective, ...]:
     """Return the collectives that sum one of PowerSGD's wires; see PowerSGDCompressor._sum."""
-    is_small = num_bytes < LEAST_BYTES_BY_NODES
+    is_small = num_bytes < LEAST_HIERARCHICAL_BYTES
     if network.ranks_per_node == 1 or is_small:
         is_pair = network.by_messages and network.world_size == 2 and is_small
         return _sum(num_bytes, "all", network.world_size, network.has_delay or is_pair)
-    return _by_nodes(num_bytes, num_bytes, network)
+    return _hierarchical(num_bytes, num_bytes, network)
 
 
-def _by_nodes(within_bytes: int, between_bytes: int, network: Network) -> tuple[Collective, ...]:
+def _hierarchical(within_bytes: int, between_bytes: int, network: Network) -> tuple[Collective, ...]:
     """Return the collectives that sum within nodes, then between nodes, of buffers of these sizes."""
     return (
         Collective("reduce-scatter", within_bytes, "within"),

@@ -76,7 +76,9 @@ def test_within_and_between_nodes(tmp_path):
     assert found["round_trip_s"] == 0
     assert {sample["group"] for sample in found["link"]} == {"all", "within", "between"}
     forms = [
-        f"{name}{form}" for name in ("none", "fp16", "int4", "powersgd:2:int8") for form in (" by nodes", "")
+        f"{name}{form}"
+        for name in ("none", "fp16", "int4", "powersgd:2:int8")
+        for form in (" hierarchical", "")
     ]
     assert [hook["name"] for hook in found["hooks"]] == ["noop", *forms]
 

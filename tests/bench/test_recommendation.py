@@ -12,8 +12,8 @@ RATES = {"none": 1, "bf16": 2, "int8": 3.9, "int4": 7.7, "powersgd:8": 6, "power
 def recommended(noop_s=1.0, max_loss=0.02, rates=RATES, **steps):
     """Recommend a hook for these step times; a hook without a time takes as long as hook "none"."""
     step_s = {name: steps.get(name.replace(":", "_"), steps["none"]) for name in HOOKS}
-    if "int4_by_nodes" in steps:
-        step_s["int4 by nodes"] = steps["int4_by_nodes"]
+    if "int4_hierarchical" in steps:
+        step_s["int4 hierarchical"] = steps["int4_hierarchical"]
     hooks = [
         HookTime(name, each, each, each, 9, 1e9 / rates[name.split()[0]]) for name, each in step_s.items()
     ]
@@ -72,5 +72,5 @@ def test_16_bits_are_compared_with():
 
 
 def test_the_faster_form_is_used():
-    assert recommended(none=9.0, int4=2.0, int4_by_nodes=1.95).startswith("Use int4 by nodes: ")
-    assert recommended(none=9.0, int4=1.9, int4_by_nodes=1.95).startswith("Use int4: ")
+    assert recommended(none=9.0, int4=2.0, int4_hierarchical=1.95).startswith("Use int4 hierarchical: ")
+    assert recommended(none=9.0, int4=1.9, int4_hierarchical=1.95).startswith("Use int4: ")

@@ -144,7 +144,7 @@ def test_bench_on_two_hosts(tmp_path, ranks_per_host):
     found = json.loads(file.read_text())
     assert (found["world_size"], found["ranks_per_node"]) == (2 * ranks_per_host, ranks_per_host)
     steps = {hook["name"]: hook["step_p50_s"] for hook in found["hooks"]}
-    assert ("int4 by nodes" in steps) is (ranks_per_host == 2)
+    assert ("int4 hierarchical" in steps) is (ranks_per_host == 2)
     # A fast machine can't send faster than the link; how slow a busy one is doesn't matter. A ring of four
     # ranks sends 1.5 times the gradients from each host.
     sent_bytes = MLP_BYTES * (1.5 if ranks_per_host == 2 else 1)
@@ -405,15 +405,15 @@ def test_the_table_of_auto_hook_has_medians_and_ratios(tmp_path):
     )
     assert lines[5].startswith("| 100 | int8 | 25.0 |")
     of_both = [*rows, {**auto_row(100, 0, 24.0, 40.0), "model": "gpt"}]
-    by_nodes = [{**of_both[-1], "choice": f"{name} by nodes"} for name in ("int8", "none")]
+    hierarchical = [{**of_both[-1], "choice": f"{name} hierarchical"} for name in ("int8", "none")]
     assert auto.ratios(of_both).splitlines() == [
         "| model | no throttle | 100 Mbit/s | times the hook that it chose |",
         "|---|---|---|---|",
         "| mlp, 2 hosts | 1.25, 0.62 | 1.25, 0.62 | 1.25 |",  # its choice, int8, was also timed flat: 20.0
         "| gpt, 2 hosts |  | 1.20, 0.60 | 1.20 |",
     ]
-    # By nodes int8 takes 30.0; none by nodes wasn't timed.
-    assert auto.ratios([*rows, *by_nodes]).splitlines()[3].endswith("| 1.20, 0.60 | 0.80 |")
+    # Hierarchical int8 takes 30.0; hierarchical none wasn't timed.
+    assert auto.ratios([*rows, *hierarchical]).splitlines()[3].endswith("| 1.20, 0.60 | 0.80 |")
     with pytest.raises(ValueError, match="a picture needs two links"):
         auto.draw(rows, tmp_path / "auto.png")
     auto.draw([*rows, auto_row(10, 0, 50.0, 400.0)], tmp_path / "auto.png")

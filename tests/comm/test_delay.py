@@ -98,11 +98,11 @@ WITH_STATE = {
     "int4": (QuantizationState, {"bits": 4}),
     "int8": (QuantizationState, {"bits": 8}),
     "16 bits": (QuantizationState, {"bits": 16}),
-    "int8 by nodes": (QuantizationState, {"bits": 8, "ranks_per_node": 2}),
+    "int8 hierarchical": (QuantizationState, {"bits": 8, "ranks_per_node": 2}),
     "PowerSGD": (powerSGD_hook.PowerSGDState, POWERSGD),
     "PowerSGD bf16": (powerSGD_hook.PowerSGDState, POWERSGD | {"factor_dtype": torch.bfloat16}),
     "PowerSGD int8": (powerSGD_hook.PowerSGDState, POWERSGD | {"factor_dtype": torch.int8}),
-    "PowerSGD by nodes": (powerSGD_hook.PowerSGDState, POWERSGD | {"ranks_per_node": 2}),
+    "PowerSGD hierarchical": (powerSGD_hook.PowerSGDState, POWERSGD | {"ranks_per_node": 2}),
 }
 
 

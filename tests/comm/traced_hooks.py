@@ -25,7 +25,7 @@ from gradcomp.comm import nodes, pipeline
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.process_group import Explaining
 from gradcomp.compress.compressor import BucketSpec
-from gradcomp.compress.quantized_all_reduce import FlatAllReduce, NodesAllReduce
+from gradcomp.compress.quantized_all_reduce import FlatAllReduce, HierarchicalAllReduce
 from gradcomp.fsdp.checks import Averager
 from gradcomp.fsdp.reduce_scatter import CompressedReduceScatter
 from gradcomp.fsdp.replicas import AllReduceHook
@@ -176,7 +176,7 @@ def by_local_steps(hook: Callable[..., Any] | None, state: Any) -> None:
 
 
 class HookOfCodes:
-    """Averages in one exchange of codes or in two, flat or by nodes, although the stub has one rank."""
+    """Averages in one exchange of codes or in two, flat or hierarchical, although the stub has one rank."""
 
     def __init__(self, kind: Any, *, is_one_exchange: bool) -> None:
         self._kind, self._is_one_exchange = kind, is_one_exchange
@@ -294,9 +294,9 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
 
 
 def callers() -> Iterator[tuple[str, list[str]]]:
-    """Yield the mistakes of callers besides torch's DDP, of hooks by nodes, and of hooks within hooks."""
+    """Yield the mistakes of callers besides torch's DDP, of hierarchical hooks, and of hooks within hooks."""
     yield "auto_hook", with_auto_hook()
-    for kind, is_one in product((FlatAllReduce, NodesAllReduce), (False, True)):
+    for kind, is_one in product((FlatAllReduce, HierarchicalAllReduce), (False, True)):
         found = problems(as_ddp, HookOfCodes(kind, is_one_exchange=is_one), None)
         assert len(on_nccl()) == len(SHAPES) * (2 - is_one if kind is FlatAllReduce else 4 - is_one)
         yield f"{kind.__name__} in {'one' if is_one else 'two'}", found

@@ -1,4 +1,4 @@
-"""The quantized all-reduce by nodes: the mean, errors, left-out tensors, checkpoints, bytes between nodes."""
+"""The hierarchical all-reduce of codes: means, errors, left-out tensors, checkpoints, bytes between nodes."""
 
 import io
 import os
@@ -42,8 +42,8 @@ pytestmark = pytest.mark.usefixtures("plain_torch")
 
 
 @pytest.fixture(autouse=True)
-def small_wires_by_nodes(monkeypatch):
-    monkeypatch.setattr(powersgd, "LEAST_BYTES_BY_NODES", 0)
+def small_wires_hierarchically(monkeypatch):
+    monkeypatch.setattr(powersgd, "LEAST_HIERARCHICAL_BYTES", 0)
 
 
 def state_of(bits, ranks_per_node, **options):
@@ -225,11 +225,11 @@ def factor_steps(rank, group, ranks_per_node, factor_dtype):
     ("factor_dtype", "bound"), [(None, 1e-5), (torch.float16, 0.01), (torch.bfloat16, 0.05)], ids=str
 )
 def test_factors_are_averaged_as_without_nodes(world_size, ranks_per_node, factor_dtype, bound):
-    by_nodes = testing.run_ranks(factor_steps, world_size, ranks_per_node, factor_dtype)
+    hierarchical = testing.run_ranks(factor_steps, world_size, ranks_per_node, factor_dtype)
     flat = testing.run_ranks(factor_steps, world_size, 1, factor_dtype)
-    for outputs in by_nodes:
-        assert all(torch.equal(one, other) for one, other in zip(outputs, by_nodes[0], strict=True))
-    for one, other in zip(by_nodes[0], flat[0], strict=True):
+    for outputs in hierarchical:
+        assert all(torch.equal(one, other) for one, other in zip(outputs, hierarchical[0], strict=True))
+    for one, other in zip(hierarchical[0], flat[0], strict=True):
         assert relative(one, other.double()) < bound
 
 
@@ -265,7 +265,7 @@ def test_a_node_sends_what_one_rank_would(kind):
 
 
 def test_small_wires_of_factors_go_without_nodes(monkeypatch):
-    monkeypatch.setattr(powersgd, "LEAST_BYTES_BY_NODES", 2**18)
+    monkeypatch.setattr(powersgd, "LEAST_HIERARCHICAL_BYTES", 2**18)
     assert testing.run_ranks(sent_between_nodes, 4, 2, "factors") == [[0, 0]] * 4
 
 
@@ -326,7 +326,7 @@ def test_a_layer_that_some_ranks_skip(kind, users):
 
 def trained(rank, hook, num_steps=20):
     """Return the loss before and after training with torch's DDP, and the parameters. In a process."""
-    powersgd.LEAST_BYTES_BY_NODES = 0
+    powersgd.LEAST_HIERARCHICAL_BYTES = 0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 1))
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
@@ -366,8 +366,8 @@ def test_it_trains_on_gloo(run_ranks, interpret):
 
 
 def test_training_on_factors_goes_as_without_nodes(run_ranks):
-    by_nodes, flat = (run_ranks(trained, 4, hook)[0][2] for hook in ("factors", "flat factors"))
-    assert relative(by_nodes, flat.double()) < 1e-5
+    hierarchical, flat = (run_ranks(trained, 4, hook)[0][2] for hook in ("factors", "flat factors"))
+    assert relative(hierarchical, flat.double()) < 1e-5
 
 
 def steps_on_kernels(rank, bits, within):
@@ -375,7 +375,7 @@ def steps_on_kernels(rank, bits, within):
 
 
 @pytest.mark.parametrize(("bits", "within"), mixed([4, 8], [None, *WITHIN]), ids=str)
-def test_kernels_by_nodes(run_ranks, bits, within):
+def test_kernels_hierarchical(run_ranks, bits, within):
     ranks = run_ranks(steps_on_kernels, 4, bits, within, interpret=True)
     inputs = torch.stack([torch.stack([step[0] for step in steps]) for steps, _ in ranks]).double().mean(0)
     outputs = torch.stack([step[1] for step in ranks[0][0]]).double()

@@ -1,4 +1,4 @@
-"""Test sums of shards in codes on simulated ranks, flat and by nodes, against float64."""
+"""Test sums of shards in codes on simulated ranks, flat and hierarchical, against float64."""
 
 import math
 
@@ -156,7 +156,7 @@ def test_discarded_steps_and_rescaled_errors(plain_torch):
 
 
 def two_nodes_then_none(rank, group):
-    """Return this rank's errors by nodes, and after a flat step of zeros with the shards that it brings."""
+    """Return this rank's errors with nodes, and after a flat step of zeros with the shards that it brings."""
     layout = ShardLayout(SHAPES, group.size())
     state = QuantizationState(group, block_size=16, ranks_per_node=2)
     parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]

@@ -55,7 +55,7 @@ def test_it_is_more_accurate_than_an_all_reduce_in_16_bits(run_ranks):
 
 @pytest.mark.usefixtures("plain_torch")
 @DTYPES
-def test_by_nodes(dtype):
+def test_hierarchical(dtype):
     results = testing.run_ranks(averaged, 6, dtype, {"ranks_per_node": 3})
     mean = torch.stack([gradient.double() for gradient, _ in results]).mean(0)
     for _, output in results:
@@ -68,7 +68,7 @@ def on_kernels(rank, options):
     return averaged(rank, None, torch.float32, options)
 
 
-@pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}], ids=["flat", "by nodes"])
+@pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}], ids=["flat", "hierarchical"])
 def test_kernels_have_the_bits_of_plain_torch(run_ranks, options):
     plain, kernels = (run_ranks(on_kernels, 4, options, interpret=interpret) for interpret in (False, True))
     assert torch.equal(plain[0][1], kernels[0][1])

@@ -116,8 +116,8 @@ def test_the_quantized_all_reduce_compiles_for_its_options(monkeypatch):
     assert compiled == [(1, torch.float32, options)] * 4
 
 
-def test_by_nodes_the_kernels_of_both_plans_compile(monkeypatch):
-    """By nodes, int8 factors are quantized in pieces."""
+def test_hierarchical_the_kernels_of_both_plans_compile(monkeypatch):
+    """With nodes, int8 factors are quantized in pieces."""
     compiled = []
     monkeypatch.setattr(
         "gradcomp.ops.compile_quantized",

@@ -40,14 +40,14 @@ STATES = {
 }
 
 
-FORMS = {2: ("shards",), RANKS: ("shards", "by nodes", "HSDP", "with compress_replicas")}
+FORMS = {2: ("shards",), RANKS: ("shards", "hierarchical", "HSDP", "with compress_replicas")}
 
 
 def meshes_of(form):
     """Return (torch's mesh, gradcomp's mesh, the group of compress_replicas, the state's options)."""
-    if form in ("shards", "by nodes"):
+    if form in ("shards", "hierarchical"):
         shards = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-        return shards, shards, None, {"ranks_per_node": 2} if form == "by nodes" else {}
+        return shards, shards, None, {"ranks_per_node": 2} if form == "hierarchical" else {}
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     if form == "HSDP":
         return grid, grid, None, {}
@@ -104,7 +104,7 @@ def sum_codes(rank, form, bits, num_steps=3):
     for number in range(num_steps):
         generator = torch.Generator().manual_seed(10 * number + rank)
         given = [[codes_of(bits, generator, shape) for shape in Sum.SHAPES] for _ in range(4)]
-        if form == "by nodes" and rank % 2:  # a node's sums must have exact codes, too
+        if form == "hierarchical" and rank % 2:  # a node's sums must have exact codes, too
             given = [[0 * each for each in layer] for layer in given]
         for model in models:
             model.zero_grad()

@@ -29,7 +29,7 @@ from tests.reducer.models import run_cases
 FORMS = {
     "4 bits": {"bits": 4},
     "8 bits": {"bits": 8},
-    "by nodes": {"bits": 4, "ranks_per_node": 2},
+    "hierarchical": {"bits": 4, "ranks_per_node": 2},
 }
 
 
@@ -84,7 +84,7 @@ def test_nothing_is_lost_though_only_some_steps_use_a_parameter(run_ranks):
             for total, expected, mean, own in zip(*results[index], strict=True):
                 assert (mean.norm() > 0.001 * expected.norm()) == (total.ndim == 2), form
                 assert (total + mean.view_as(total) - expected).abs().max() <= 1e-5, form
-                if form == "by nodes" and total.ndim == 2:
+                if form == "hierarchical" and total.ndim == 2:
                     # This rank quantizes the rows of two of the four shards.
                     rows = own.view_as(total).any(1).nonzero().numel()
                     assert 0 < rows <= -(-len(total) // 4) * 2
@@ -185,11 +185,11 @@ def load_run(rank, folder, form):
     return loaded, received, mean_errors(run.state)
 
 
-@pytest.mark.parametrize(("form", "numbers"), mixed(["4 bits", "by nodes"], [(RANKS, 2), (2, RANKS)]))
+@pytest.mark.parametrize(("form", "numbers"), mixed(["4 bits", "hierarchical"], [(RANKS, 2), (2, RANKS)]))
 def test_another_number_of_shards_keeps_the_mean_error(run_ranks, tmp_path, form, numbers):
     saved_by, loaded_by = numbers
     folder, before_form, after_form = str(tmp_path), form, form
-    if form == "by nodes":
+    if form == "hierarchical":
         before_form, after_form = (form, "4 bits") if saved_by == RANKS else ("4 bits", form)
     saved = run_ranks(save_run, saved_by, folder, before_form)
     for (mean, consolidated), (loaded, received, left) in zip(

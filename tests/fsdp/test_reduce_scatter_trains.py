@@ -86,13 +86,13 @@ FORMS = {
     "8 bits": (shards_of, {"bits": 8}, None),
     "16 bits": (shards_of, {"bits": 16}, None),
     "plain steps first": (shards_of, {"bits": 4, "start_iter": 5}, None),
-    "by nodes": (shards_of, {"bits": 4, "ranks_per_node": 2}, None),
-    "by nodes, bf16 within": (
+    "hierarchical": (shards_of, {"bits": 4, "ranks_per_node": 2}, None),
+    "hierarchical, bf16 within": (
         shards_of,
         {"bits": 8, "ranks_per_node": 2, "within_dtype": torch.bfloat16},
         None,
     ),
-    "16 bits by nodes": (shards_of, {"bits": 16, "ranks_per_node": 2}, None),
+    "16 bits hierarchical": (shards_of, {"bits": 16, "ranks_per_node": 2}, None),
     "HSDP": (lambda grid: grid.mesh, {"bits": 4}, None),
     "int4 between replicas": (
         lambda grid: grid.shards,
@@ -107,7 +107,7 @@ FORMS = {
 }
 EVERYDAY = [
     "plain steps first",
-    "by nodes, bf16 within",
+    "hierarchical, bf16 within",
     "int4 between replicas",
     "PowerSGD between replicas",
 ]

@@ -47,7 +47,7 @@ def _power_sgd_state(**options: Any) -> powerSGD_hook.PowerSGDState:
 
 
 def _power_sgd_state_with_nodes() -> powerSGD_hook.PowerSGDState:
-    """Return a state with int8 factors: others are averaged by nodes on a CPU alone."""
+    """Return a state with int8 factors: others are averaged hierarchically on a CPU alone."""
     return _power_sgd_state(factor_dtype=torch.int8, start_bits=8, ranks_per_node=_node_size())
 
 
@@ -102,7 +102,7 @@ HOOKS = {
     "batched_powerSGD_hook": HookCheck(
         lambda: powerSGD_hook.batched_powerSGD_hook, make_state=_power_sgd_state
     ),
-    "powerSGD_hook int8 by nodes": HookCheck(
+    "powerSGD_hook int8 hierarchical": HookCheck(
         lambda: powerSGD_hook.powerSGD_hook, make_state=_power_sgd_state_with_nodes
     ),
     "quantization_hook int8": HookCheck(
@@ -111,11 +111,11 @@ HOOKS = {
     "quantization_hook int4": HookCheck(
         lambda: quantization_hooks.quantization_hook, make_state=partial(_quantization_state, bits=4)
     ),
-    "quantization_hook int4 by nodes": HookCheck(
+    "quantization_hook int4 hierarchical": HookCheck(
         lambda: quantization_hooks.quantization_hook, make_state=partial(_state_with_nodes, bits=4)
     ),
     # Error feedback leaves out the rounding within nodes.
-    "quantization_hook int4 by nodes, bf16 within": HookCheck(
+    "quantization_hook int4 hierarchical, bf16 within": HookCheck(
         lambda: quantization_hooks.quantization_hook,
         make_state=partial(_state_with_nodes, bits=4, within_dtype=torch.bfloat16),
         step_error=torch.finfo(torch.bfloat16).eps,

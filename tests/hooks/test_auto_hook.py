@@ -149,15 +149,15 @@ def test_the_strongest():
 
 
 def test_with_nodes_each_is_tried_in_two_forms():
-    ms = MS | {f"{name} by nodes": each for name, each in MS.items()}
-    ms |= {"int4 by nodes": 20, "int8 by nodes": 20.5}
+    ms = MS | {f"{name} hierarchical": each for name, each in MS.items()}
+    ms |= {"int4 hierarchical": 20, "int8 hierarchical": 20.5}
     used, choice, table = run_ranks(steps, 4, 120, {"ms": ms, "ranks_per_node": 2})[0]
     assert [row["candidate"] for row in table] == [
-        form for name in CANDIDATES for form in (f"{name} by nodes", name)
+        form for name in CANDIDATES for form in (f"{name} hierarchical", name)
     ]
-    assert choice == used[-1] == "int8 by nodes"
+    assert choice == used[-1] == "int8 hierarchical"
     sent = {row["candidate"]: row["sent_bytes"] for row in table}
-    assert sent["int8 by nodes"] <= 1.1 * sent["int8"]
+    assert sent["int8 hierarchical"] <= 1.1 * sent["int8"]
 
 
 # --- the rule ---
@@ -365,10 +365,10 @@ def totals(rank, group, num_steps, options):
     return left, state.state_dict()
 
 
-@pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}], ids=["flat", "by nodes"])
+@pytest.mark.parametrize("options", [{}, {"ranks_per_node": 2}], ids=["flat", "hierarchical"])
 def test_nothing_is_lost_when_candidates_change(options):
     """After every step of a trial and after it: Σ averages + the mean error = Σ mean gradients."""
-    ms = {name: 10.0 for form in KEEP_ERRORS for name in (form, f"{form} by nodes")} | {"powersgd:2": 9.0}
+    ms = {name: 10.0 for form in KEEP_ERRORS for name in (form, f"{form} hierarchical")} | {"powersgd:2": 9.0}
     results = run_ranks(totals, 4, 45, {"ms": ms, **options})
     for by_rank in zip(*(left for left, _ in results), strict=True):
         mean, error = (torch.stack([each[i] for each in by_rank]).mean(0) for i in (0, 2))

@@ -48,15 +48,15 @@ def test_what_is_registered_has_the_options(name):
 def test_forms():
     hooks = list(map(NamedHook.named, ("bf16", "int4", "powersgd:4", "powersgd:4:int8")))
     nccl, gloo = (
-        [form.name for form in forms_of(hooks, has_nodes=True, is_gloo=is_gloo) if form.is_by_nodes]
+        [form.name for form in forms_of(hooks, has_nodes=True, is_gloo=is_gloo) if form.is_hierarchical]
         for is_gloo in (False, True)
     )
-    assert nccl == ["int4 by nodes", "powersgd:4:int8 by nodes"]
-    assert gloo == [f"{hook.name} by nodes" for hook in hooks]
+    assert nccl == ["int4 hierarchical", "powersgd:4:int8 hierarchical"]
+    assert gloo == [f"{hook.name} hierarchical" for hook in hooks]
     assert list(forms_of(hooks, has_nodes=False, is_gloo=True)) == hooks
-    twice = NamedHook.named("int4").by_nodes().by_nodes()
-    assert twice == NamedHook.form_named("int4 by nodes")
-    assert (twice.name, twice.flat_name) == ("int4 by nodes", "int4")
+    twice = NamedHook.named("int4").hierarchical().hierarchical()
+    assert twice == NamedHook.form_named("int4 hierarchical")
+    assert (twice.name, twice.flat_name) == ("int4 hierarchical", "int4")
 
 
 def test_costs_are_those_of_the_page():
@@ -78,6 +78,6 @@ def test_costs_of_hooks_that_were_not_measured():
     assert all(cost_of(name) is not None for name in NAMES)
 
 
-def test_by_nodes_costs_what_flat_costs():
+def test_hierarchical_costs_what_flat_costs():
     for name in ("int8", "int4", "powersgd:16:int8"):
-        assert cost_of(f"{name} by nodes") == cost_of(name)
+        assert cost_of(f"{name} hierarchical") == cost_of(name)

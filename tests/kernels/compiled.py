@@ -186,7 +186,7 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         )  # fmt: skip
         plan.quantize(torch.zeros(layout.numel, dtype=dtype), 0)
         plan.average(0)
-        yield f"{TYPE_NAMES[dtype]} bits={bits} by nodes"
+        yield f"{TYPE_NAMES[dtype]} bits={bits} hierarchical"
 
 
 def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:

@@ -105,7 +105,7 @@ def count_sent(rank, names, per_node, round_trip_ms):
 )
 def test_hooks_send_these_messages_and_bytes(run_ranks, world_size, per_node, round_trip_ms):
     tried = NAMES if world_size == 2 else ("none", "fp16", "int8", "int4", "powersgd:4", "powersgd:16:int8")
-    names = [f"{name} by nodes" for name in tried] if per_node > 1 else tried
+    names = [f"{name} hierarchical" for name in tried] if per_node > 1 else tried
     ranks = run_ranks(count_sent, world_size, names, per_node, round_trip_ms)
     for name in names:
         expected = ranks[0][1][name]

@@ -14,7 +14,7 @@ GIGABIT = 1.25e8
 RESNET50 = models.buckets("resnet50")
 # The multilayer perceptron of docs/network.md.
 MLP = buckets_of([(1024, 784), (1024,), (1024, 1024), (1024,), (10, 1024), (10,)])
-ALL_FORMS = [*NAMES, *(f"{name} by nodes" for name in NAMES)]
+ALL_FORMS = [*NAMES, *(f"{name} hierarchical" for name in NAMES)]
 
 
 def step(name, network, buckets=RESNET50):
@@ -30,7 +30,7 @@ def on_nodes(per_node, num_nodes, backend="nccl"):
 
 @pytest.mark.parametrize(
     ("name", "megabytes"),
-    [("none", 2751), ("bf16", 1376), ("int8", 2513), ("int4", 1276), ("int4 by nodes", 275)],
+    [("none", 2751), ("bf16", 1376), ("int8", 2513), ("int4", 1276), ("int4 hierarchical", 275)],
 )
 def test_bytes_of_four_nodes_of_eight(name, megabytes):
     """355 million parameters on NCCL, computed by hand without the payload's padding."""
@@ -43,7 +43,7 @@ def test_bytes_of_four_nodes_of_eight(name, megabytes):
     [
         ("none", {1: 7.5, 2: 11.9, 3: 13.2}),
         ("int4", {1: 0.97, 2: 2.04, 3: 3.07}),
-        ("int4 by nodes", {1: 0.97, 2: 1.02, 3: 1.02}),
+        ("int4 hierarchical", {1: 0.97, 2: 1.02, 3: 1.02}),
     ],
 )
 def test_bytes_are_those_that_two_hosts_sent_on_gloo(name, per_node):
@@ -54,14 +54,14 @@ def test_bytes_are_those_that_two_hosts_sent_on_gloo(name, per_node):
 
 
 def test_large_factors_on_gloo_leave_a_node_once():
-    """Of twice the factors half leaves each of two hosts by nodes, and five sixths in a ring of six ranks."""
+    """Of twice the factors half leaves each of two hosts, and five sixths in a flat ring of six ranks."""
 
     def leaving(form, ranks, side=4096):
         return step(f"powersgd:32{form}", on_nodes(ranks, 2, "gloo"), [[(side, side)]]).sent_bytes
 
-    assert leaving(" by nodes", 3) == pytest.approx(leaving("", 1))
+    assert leaving(" hierarchical", 3) == pytest.approx(leaving("", 1))
     assert leaving("", 3) == pytest.approx(5 / 3 * leaving("", 1))
-    assert leaving(" by nodes", 3, 256) == leaving("", 3, 256), "small wires go around a ring in any case"
+    assert leaving(" hierarchical", 3, 256) == leaving("", 3, 256), "small wires go around a ring in any case"
 
 
 def test_messages_and_rings_by_hand():
@@ -82,25 +82,25 @@ def test_messages_and_rings_by_hand():
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_by_nodes_no_more_leaves_a_node_of_many_ranks_than_a_rank_alone(backend):
+def test_hierarchical_no_more_leaves_a_node_of_many_ranks_than_a_rank_alone(backend):
     for name in ("int8", "int4", "powersgd:16:int8"):  # smaller payloads have more padding
         alone = step(name, on_nodes(1, 4, backend)).sent_bytes
         for ranks in (2, 4, 8):
             network = on_nodes(ranks, 4, backend)
-            assert step(f"{name} by nodes", network).sent_bytes == pytest.approx(alone, rel=0.03)
+            assert step(f"{name} hierarchical", network).sent_bytes == pytest.approx(alone, rel=0.03)
             assert step(name, network).sent_bytes > 1.3 * alone
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_both_forms_save_equally_many_bytes(name):
     """Both forms keep equally much of a gradient; collective_bytes is compared with docs/accuracy.md."""
-    flat, by_nodes = (step(each, on_nodes(8, 4)) for each in (name, f"{name} by nodes"))
-    assert flat.collective_bytes == by_nodes.collective_bytes
+    flat, hierarchical = (step(each, on_nodes(8, 4)) for each in (name, f"{name} hierarchical"))
+    assert flat.collective_bytes == hierarchical.collective_bytes
 
 
 @pytest.mark.parametrize("name", ALL_FORMS)
 def test_nodes_of_one_rank_are_the_ranks(name):
-    flat_name = "allreduce" if name == "none by nodes" else name.split()[0]  # DDP's own knows no delay
+    flat_name = "allreduce" if name == "none hierarchical" else name.split()[0]  # DDP's own knows no delay
     for backend in ("nccl", "gloo"):
         form, flat = (step(each, Network(16, GIGABIT, 0.1, backend=backend)) for each in (name, flat_name))
         assert (form.sent_bytes, form.wait_s) == (flat.sent_bytes, flat.wait_s)

@@ -63,8 +63,8 @@ def test_nodes_have_a_row_for_either_form(capsys):
         rows = plan(capsys, *MODEL, *nodes, *arguments).split("\n\n")[1].splitlines()[1:]
         return [re.split("  +", row)[0] for row in rows]
 
-    assert forms() == ["none", "bf16", "int4 by nodes", "int4", "powersgd:4"]
-    assert forms("--backend", "gloo")[-2:] == ["powersgd:4 by nodes", "powersgd:4"]
+    assert forms() == ["none", "bf16", "int4 hierarchical", "int4", "powersgd:4"]
+    assert forms("--backend", "gloo")[-2:] == ["powersgd:4 hierarchical", "powersgd:4"]
     assert forms("--ranks", "4") == ["none", "bf16", "int4", "powersgd:4"], "one node"
     assert "64 ranks, 4 per node" in plan(capsys, *MODEL, *nodes), "16 nodes by default"
 
@@ -105,9 +105,9 @@ def test_the_bytes_of_choosing_are_these(capsys):
         ("no compression", "none"),
         ("16 bits", "bf16"),
         ("4 bits, flat", "int4"),
-        ("4 bits, by nodes", "int4 by nodes"),
+        ("4 bits, hierarchical", "int4 hierarchical"),
         ("PowerSGD r = 16, int8 factors, flat", "powersgd:16:int8"),
-        ("PowerSGD r = 16, int8 factors, by nodes", "powersgd:16:int8 by nodes"),
+        ("PowerSGD r = 16, int8 factors, hierarchical", "powersgd:16:int8 hierarchical"),
     ):
         sent, *ratios = row_of(output, hook)[1:4]
         assert f"| {name} | {sent} | {' | '.join(ratios)} |" in page
