@@ -56,8 +56,8 @@ class Compressor(ABC):
     A subclass is constructed as subclass(bucket: BucketSpec, options), with its own frozen dataclass of
     options. It implements `average` or `reduce`.
 
-    sent_numel: the number of elements that a rank sends per step, for statistics; with nodes, that a node sends
-        to other nodes.
+    sent_numel: the number of elements that a rank sends per step, for statistics; with nodes, that a node
+        sends to other nodes.
     sent_exactly: the positions of the tensors of whose errors it keeps none, because it sends them exactly.
         If another compressor has left an error of such a tensor, the state adds it to the tensor's gradient
         before the next `reduce`.

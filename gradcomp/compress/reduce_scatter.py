@@ -4,8 +4,8 @@
     all-to-all: every rank gets its own row from all ranks
     owner     its own row + Σ dequantized, in fp32: the shard
 
-Nothing is quantized twice, and a rank's own row not at all. Hierarchical, it is exact within each node (or in 16
-bits):
+Nothing is quantized twice, and a rank's own row not at all. Hierarchical, it is exact within each node (or in
+16 bits):
 
     node i, place j    rows j, g + j, 2g + j, … of the bucket are piece j
     reduce-scatter within the node: the rank of place j gets the node's sum of piece j
