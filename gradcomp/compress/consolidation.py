@@ -21,17 +21,9 @@ SAVE_ON_ALL_RANKS = (
 def average_errors(
     state_dicts: Iterable[dict[str, Any]], checked: Callable[[Any], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Merge the state_dicts of all ranks of a run into one, which every rank of any new run can load.
+    """Merge the state_dicts of all ranks into one; powerSGD_hook.average_errors explains it.
 
-    The averages still lack the mean of the ranks' errors. With that mean on every rank, the mean error of the
-    new run is unchanged.
-
-    state_dicts: a list, or an iterator that loads one state_dict after another. Each state_dict may be freed
-        when the next one is loaded.
     checked: the method CompressorState.checked of a state, which checks a state_dict.
-
-    Raises ValueError for an empty list and for state_dicts of different steps or parameters. For any other
-    invalid state_dict it raises the errors of load_state_dict.
     """
     merged: dict[str, Any] = {}
     dtypes, num_ranks = [], 0
@@ -57,7 +49,8 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
     """Return a state_dict with the mean of all ranks' errors, on the CPU. A run of any size can load it.
 
     A collective: every rank of the state's process group must call it, after the same step. All ranks get the
-    same result. It averages one parameter after another, in float64. average_errors explains the mean.
+    same result. It averages one parameter after another, in float64; powerSGD_hook.average_errors explains
+    the mean.
 
     Raises RuntimeError if there is no process group. Raises RuntimeError on every rank if the ranks' steps or
     parameters differ.

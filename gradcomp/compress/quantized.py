@@ -37,16 +37,9 @@ from .reduce_scatter import ReduceScatter, compile_reduce_scatter
 
 @dataclass(frozen=True)
 class QuantizedOptions:
-    """The options of a quantized all-reduce.
+    """The options of a quantized all-reduce, under QuantizationState's names.
 
-    bits: 4, 8 or 16 bits for each element. With 16, every element is sent in a 16-bit dtype, without scales.
-    block_size: elements that share one scale; even, at most 4096. Unused with 16 bits.
-    error_feedback: add a step's rounding errors to the next step's gradients. None: True with 4 and 8 bits,
-        False with 16, which keep no errors.
-    uncompressed_dtype: the dtype in which vectors and small tensors are sent, with 16 bits all tensors:
-        torch.bfloat16 or torch.float16. None: the bucket's dtype; with 16 bits torch.bfloat16.
-    within_dtype: with nodes, the dtype in which the ranks of a node exchange gradients to sum them:
-        torch.bfloat16 or torch.float16. Error feedback doesn't include that rounding. None: exactly.
+    error_feedback: QuantizationState's use_error_feedback.
 
     Raises ValueError for an invalid value, and for error_feedback=True with 16 bits.
     """

@@ -15,12 +15,7 @@ from .compressor import Compressor
 
 @dataclass(frozen=True)
 class Settings:
-    """A state's options, and the settings that every state has, whatever its compressor.
-
-    options: the compressor's options, a frozen dataclass; None for a compressor without options.
-    start_iter: steps of plain all-reduce before compression starts.
-    random_seed: the seed for random choices, the same on all ranks.
-    compression_stats_logging_frequency: steps between log lines with statistics.
+    """A state's options, and the settings that every state has; see CompressorState.
 
     Raises ValueError for an invalid value.
     """
