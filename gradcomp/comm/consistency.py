@@ -143,19 +143,14 @@ def require_same_on_all_ranks(
             texts = _all_gather(mine, max(lengths), group, device)
     by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
     values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
-    ranks = _global_ranks(group)
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):  # a group that c10d does not know
+        ranks = list(range(group.size()))
     if differences := _differences(values_of_ranks, ranks):
         shown = "; ".join(differences.values())
         raise ExplainedError(f"{whose} differs between the ranks: {shown}. {advice}")
     return _differences(notes_of_ranks, ranks)
-
-
-def _global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the global rank of each of the group's ranks, in their order."""
-    try:
-        return dist.get_process_group_ranks(group)
-    except (KeyError, RuntimeError, ValueError):  # a group that c10d does not know
-        return list(range(group.size()))
 
 
 def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
@@ -173,19 +168,17 @@ def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
     with Explaining.of(f"compare {whose}", group):
         missing = missing_ranks("group", f"the first step of {whose}", store, ranks, group)
     if missing:
-        others = [f"rank {rank}, which averages over {_ranks_of(store, rank)}" for rank in missing]
+        others = []
+        for rank in missing:
+            key = f"gradcomp/group of {rank}"
+            over = f"ranks {store.get(key).decode()}" if store.check([key]) else "none yet"
+            others.append(f"rank {rank}, which averages over {over}")
         raise ExplainedError(
             f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do "
             f"so within the time-out: {'; '.join(others)}. Likely cause: the states have different process "
             "groups; only some ranks have changed an option or loaded a checkpoint since the last step, or "
             "have this hook; or a rank has ended"
         )
-
-
-def _ranks_of(store: dist.Store, rank: int) -> str:
-    """Say which ranks a rank averages over, "none yet" if it has not written that to the store."""
-    key = f"gradcomp/group of {rank}"
-    return f"ranks {store.get(key).decode()}" if store.check([key]) else "none yet"
 
 
 def _all_gather(

@@ -105,7 +105,10 @@ class CompressorState(SavedState):
     ):
         if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
             raise TypeError(f"CompressorState takes a subclass of Compressor, got {compressor!r}")
-        if options is not None and (isinstance(options, type) or not _is_frozen(options)):
+        # An instance of a frozen dataclass. Stubs don't have __dataclass_params__, hence getattr.
+        is_instance = is_dataclass(options) and not isinstance(options, type)
+        is_frozen = is_instance and getattr(options, "__dataclass_params__").frozen  # noqa: B009
+        if options is not None and not is_frozen:
             raise TypeError(
                 f"CompressorState takes a frozen dataclass or None as its options, got {options!r}"
             )
@@ -384,12 +387,6 @@ def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:
     buffer = bucket.buffer()
     yield from reduce_scatter(bucket.shard, buffer.view(group.size(), -1), group)
     return buffer
-
-
-def _is_frozen(options: Any) -> bool:
-    """Return whether options are a frozen dataclass."""
-    # Stubs don't have __dataclass_params__, hence getattr.
-    return is_dataclass(options) and bool(getattr(options, "__dataclass_params__").frozen)  # noqa: B009
 
 
 class Steps:

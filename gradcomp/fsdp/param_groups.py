@@ -3,7 +3,7 @@
 All private names of torch that the package uses are here, as read in torch 2.11 to 2.15.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -112,7 +112,9 @@ class ParamGroup:
 
         def noting_gradients(*unused: Any) -> None:
             parameters = self._group.fsdp_params
-            self._reduced = [index for index in self._order() if self._will_be_reduced(parameters[index])]
+            # torch 2.15 sorts a reduced tensor's parameters by the dtypes of their gradients.
+            order = getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(parameters))
+            self._reduced = [index for index in order if self._will_be_reduced(parameters[index])]
             post_backward(*unused)
 
         self._group.post_backward = noting_gradients
@@ -138,11 +140,6 @@ class ParamGroup:
         """
         self.reduced(output)
         return [self.whole_placeholders[index] for index in self._reduced or ()]
-
-    def _order(self) -> Iterable[int]:
-        """Return the positions of torch's parameters, in the order of a reduced tensor."""
-        # torch 2.15 sorts them by the dtypes of their gradients.
-        return getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(self.placeholders))
 
     def _will_be_reduced(self, parameter: Any) -> bool:
         """Return whether a parameter has a gradient, of this backward or accumulated in earlier ones."""
@@ -171,7 +168,11 @@ def param_groups_of(model: nn.Module) -> list[ParamGroup]:
     """
     found: dict[int, ParamGroup] = {}
     for name, module, state in _states_of(model):
-        groups = _groups_of(state)
+        # torch 2.11 knows one group at most.
+        groups = list(
+            getattr(state, "_fsdp_param_groups", None)
+            or filter(None, [getattr(state, "_fsdp_param_group", None)])
+        )
         if len(groups) > 1:
             raise ValueError(
                 f"{name} has {len(groups)} parameter groups, sharded over several meshes by its "
@@ -207,10 +208,3 @@ def _states_of(model: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             yield name or "the model", module, module._get_fsdp_state()
-
-
-def _groups_of(state: Any) -> list[Any]:
-    """Return the groups of an FSDP module; torch 2.11 knows one at most."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -150,20 +150,14 @@ def traffic(
     collectives = [each for bucket in by_bucket for each in bucket]
     sent_bytes = sum(map(network.sent_bytes, collectives))
     transfer_s = sent_bytes / network.bytes_per_s
-    wait_s = _num_round_trips(by_bucket, network) * network.round_trip_s
-    return Traffic(hook.name, collective_bytes(collectives), sent_bytes, transfer_s, wait_s)
-
-
-def _num_round_trips(by_bucket: Sequence[Sequence[Collective]], network: Network) -> float:
-    """Return how many round trips of a step follow one another.
-
-    On NCCL one bucket follows another. On gloo the exchanges of all buckets are under way together, but of
-    gloo's own all-reduces only GLOO_THREADS are.
-    """
     trips = [sum(map(network.num_round_trips, bucket)) for bucket in by_bucket]
-    has_all_reduces = any(each.kind == "all-reduce" for bucket in by_bucket for each in bucket)
-    num_together = GLOO_THREADS if has_all_reduces else len(trips)
-    return max([sum(trips) / num_together, *trips]) if network.by_messages else sum(trips)
+    num_trips = sum(trips)  # on NCCL one bucket follows another
+    if network.by_messages:
+        # All buckets' exchanges are under way together, but of gloo's own all-reduces only GLOO_THREADS are.
+        has_all_reduces = any(each.kind == "all-reduce" for each in collectives)
+        num_trips = max([num_trips / (GLOO_THREADS if has_all_reduces else len(trips)), *trips])
+    wait_s = num_trips * network.round_trip_s
+    return Traffic(hook.name, collective_bytes(collectives), sent_bytes, transfer_s, wait_s)
 
 
 def collective_bytes(collectives: Iterable[Collective]) -> float:

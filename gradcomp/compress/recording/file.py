@@ -33,7 +33,8 @@ class Recording:
 
 def header(algorithm: str, options: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     """Return the header that precedes a recorder's rows."""
-    shown = {name: _plain(value) for name, value in options.items()}
+    plain = (bool, int, float, str, type(None))  # a dtype has a name, for example
+    shown = {name: value if isinstance(value, plain) else str(value) for name, value in options.items()}
     return {
         "format": FORMAT,
         "algorithm": algorithm,
@@ -49,7 +50,12 @@ def append(path: Path, first: Mapping[str, Any] | None, rows: Sequence[Mapping[s
     first: the header; None if the file has it already.
     """
     lines = [*([first] if first is not None else []), *rows]
-    texts = [json.dumps({name: _written(value) for name, value in line.items()}) for line in lines]
+    texts = []
+    for line in lines:
+        is_odd = {
+            name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)
+        }
+        texts.append(json.dumps({**line, **{name: str(line[name]) for name in is_odd}}))
     if texts:
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(f"{text}\n" for text in texts))
@@ -105,12 +111,3 @@ def _add(recordings: list[Recording], entry: dict[str, Any]) -> None:
 
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
-
-
-def _written(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _plain(value: Any) -> Any:
-    """Convert an option to a JSON value: a dtype to its name, for example."""
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
