@@ -14,15 +14,17 @@ from .tile import (
     Q_WIRE,
     SHRINK,
     WORK_FIELDS,
+    add_up,
     dot_rank_block,
     gradient_matrix,
     is_16_byte_aligned,
+    is_adding,
+    launches_that_add_up,
     memory_matrix,
     panel,
     tile_at,
     tiles_of,
 )
-from .wire import add_up, is_adding, launches_that_add_up
 
 NUM_WARPS = 4
 # Programs on a multiprocessor by padded rank: as many as their registers allow.

@@ -99,7 +99,7 @@ class PowerSGDBucket:
         random Q.
     norms: [num_norms, rank], fp64, the sums of squares of Q's columns, each over some rows of Q. They are
         zeros at first, so the first step projects on the random Q.
-    arrived: int32, see wire.is_adding. Zeros between launches.
+    arrived: int32, see tile.is_adding. Zeros between launches.
     matrices, tables: int64, PowerSGDWork's matrix_table, and its rows of work by kernel.
 
     Kept within a step, in a scratch, from `place` on:

@@ -1,6 +1,6 @@
 """PowerSGD's plan of one bucket on the kernels: tables, error and wires; five launches per step.
 
-On ROCm there are seven: project and back_project take one more; see wire.py.
+On ROCm there are seven: project and back_project take one more; see tile.py.
 """
 
 from collections.abc import Sequence

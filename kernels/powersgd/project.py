@@ -23,15 +23,18 @@ from .tile import (
     ROWS,
     SHRINK,
     WORK_FIELDS,
+    add_up,
+    copy_to_wire,
     dot_rank_block,
     gradient_matrix,
     is_16_byte_aligned,
+    is_adding,
+    launches_that_add_up,
     memory_matrix,
     panel,
     tile_at,
     tiles_of,
 )
-from .wire import add_up, copy_to_wire, is_adding, launches_that_add_up
 
 # The largest norm of a row or a column of a float16 error: its sum with the next gradients fits float16.
 LIMIT_FLOAT16 = tl.constexpr(0.75 * 65504)

@@ -230,7 +230,7 @@ def check_products_are_on_matrix_cores_in_fp32_and_fp64(report):
 
 
 def check_no_program_waits_for_another(report):
-    """Check that there are no atomics. On gfx942 they don't wait for stores; see powersgd/wire.py."""
+    """Check that there are no atomics. On gfx942 they don't wait for stores; see powersgd/tile.py."""
     assert {name: facts["atomics"] for name, facts in report.items() if facts["atomics"]} == {}
 
 

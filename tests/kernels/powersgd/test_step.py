@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from gradcomp.kernels.powersgd import wire
+from gradcomp.kernels.powersgd import tile
 from gradcomp.kernels.powersgd import work as powersgd_work
 from gradcomp.layout import PowerSGDLayout
 from tests.depth import everyday
@@ -256,7 +256,7 @@ def test_two_launches_compute_the_same_bits(dtype, rank, device, monkeypatch):
         return len(plan._stages.project._launches), len(plan._stages.back_project._launches)
 
     project, back_project = take_step()
-    monkeypatch.setattr(wire, "is_rocm", lambda: True)
+    monkeypatch.setattr(tile, "is_rocm", lambda: True)
     assert take_step() == (project + 1, back_project + 1)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
