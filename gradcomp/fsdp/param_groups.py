@@ -168,11 +168,8 @@ def param_groups_of(model: nn.Module) -> list[ParamGroup]:
     """
     found: dict[int, ParamGroup] = {}
     for name, module, state in _states_of(model):
-        # torch 2.11 knows one group at most.
-        groups = list(
-            getattr(state, "_fsdp_param_groups", None)
-            or filter(None, [getattr(state, "_fsdp_param_group", None)])
-        )
+        single = getattr(state, "_fsdp_param_group", None)  # torch 2.11 knows one group at most
+        groups = getattr(state, "_fsdp_param_groups", [] if single is None else [single])
         if len(groups) > 1:
             raise ValueError(
                 f"{name} has {len(groups)} parameter groups, sharded over several meshes by its "

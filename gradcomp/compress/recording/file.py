@@ -52,10 +52,9 @@ def append(path: Path, first: Mapping[str, Any] | None, rows: Sequence[Mapping[s
     lines = [*([first] if first is not None else []), *rows]
     texts = []
     for line in lines:
-        is_odd = {
-            name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)
-        }
-        texts.append(json.dumps({**line, **{name: str(line[name]) for name in is_odd}}))
+        floats = {name: value for name, value in line.items() if isinstance(value, float)}
+        odd = {name: str(value) for name, value in floats.items() if not math.isfinite(value)}
+        texts.append(json.dumps({**line, **odd}))
     if texts:
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(f"{text}\n" for text in texts))
