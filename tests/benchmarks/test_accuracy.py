@@ -79,7 +79,7 @@ def test_a_whole_run(tmp_path):
         compressed = power_sgd["bytes_per_step"]
         assert compressed < none["bytes_per_step"] / 4
         # The options of both ranks, in the first step. In the group's first, the delay of the links, too.
-        compared = 2 * MESSAGE_BYTES + (8 if power_sgd is rows[1] else 0)
+        compared = 2 * 2 * MESSAGE_BYTES + (8 if power_sgd is rows[1] else 0)
         plain = 6 * none["bytes_per_step"]
         assert power_sgd["sent_bytes"] == assignment + compared + plain + 54 * compressed
         # Both runs have equal weights and data, so losses differ only after the sixth step.
@@ -190,7 +190,7 @@ def test_the_costs_of_local_steps_are_of_the_recorded_runs():
         (["--task", "gpt,mnist"], "--task: there is no 'mnist'; known are gpt,digits"),
         (
             ["--hook", "fp8"],
-            "--hook: there is no hook 'fp8'; known are none, allreduce, fp16, bf16, int8, int4, ",
+            "--hook: there is no hook 'fp8'; known are none, allreduce, bf16, fp16, int8, int4, ",
         ),
         (["--hook", "powersgd"], "there is no hook 'powersgd'"),
         (["--hook", "powersgd:0"], "there is no hook 'powersgd:0'"),
