@@ -108,7 +108,7 @@ def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
     none = json.loads((tmp_path / "none.json").read_text())
     for hook in hooks:
         power_sgd = json.loads((tmp_path / f"{hook}.json").read_text())
-        compared = 2 * 2 * MESSAGE_BYTES + 8  # both ranks' options and nodes, and the delay of the links, once
+        compared = 2 * 2 * MESSAGE_BYTES + 8  # options, nodes and the links' delay, once
         # A step that isn't counted is assumed to send the bytes of the last counted step.
         assert power_sgd["step_bytes"][:4] == [none["step_bytes"][0] + compared, *none["step_bytes"][1:4]]
         assert power_sgd["step_bytes"][4:] == [power_sgd["bytes_per_step"]] * 46
