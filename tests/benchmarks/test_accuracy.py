@@ -78,7 +78,7 @@ def test_a_whole_run(tmp_path):
         assert power_sgd["start_powerSGD_iter"] == 6
         compressed = power_sgd["bytes_per_step"]
         assert compressed < none["bytes_per_step"] / 4
-        # The options and nodes of both ranks, in the first step. In the group's first, the delay of the links, too.
+        # Options and nodes of both ranks, in the first step; in the group's first the links' delay, too.
         compared = 2 * 2 * MESSAGE_BYTES + (8 if power_sgd is rows[1] else 0)
         plain = 6 * none["bytes_per_step"]
         assert power_sgd["sent_bytes"] == assignment + compared + plain + 54 * compressed
