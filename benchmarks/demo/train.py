@@ -25,7 +25,6 @@ from benchmarks.demo.corpus import VOCABULARY, Windows
 from benchmarks.demo.measure import WARMUP_STEPS, Recorder, check_replicas
 from benchmarks.demo.options import add_training_options, check_training_options
 from gradcomp import Reducer
-from gradcomp.bench.workloads import Block
 from gradcomp.hooks.named_hooks import NamedHook
 
 Averager = DistributedDataParallel | Reducer
@@ -41,6 +40,26 @@ HOOKS = {
 
 LEARNING_RATE = 1e-3
 TIMEOUT = timedelta(seconds=60)  # the time after which a rank stops waiting for another
+
+
+class Block(nn.Module):
+    """A transformer block: attention, then a perceptron of two layers, each normalized before."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map a tensor [batch, sequence, width] to one of equal shape."""
+        qkv = self.attention(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return result
 
 
 class GPT(nn.Module):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradcomp.command_line import load_callable
@@ -38,31 +37,12 @@ class Workload:
         return [each for each in self.module.parameters() if each.requires_grad]
 
 
-class Block(nn.Module):
-    """A transformer block: attention, then a perceptron of two layers, each normalized before."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map a tensor [batch, sequence, width] to one of equal shape."""
-        qkv = self.attention(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        result: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
-        return result
-
-
 def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Tensor]:
     """Return a GPT, by default of 3.3 million parameters, without positions, and tokens as its input."""
+    options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
     module = nn.Sequential(
         nn.Embedding(VOCABULARY, width),
-        *(Block(width, num_heads=4) for _ in range(num_blocks)),
+        *(nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(num_blocks)),
         nn.LayerNorm(width),
         nn.Linear(width, VOCABULARY, bias=False),
     )

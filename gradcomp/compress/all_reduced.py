@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradcomp import ops
 
@@ -45,19 +46,14 @@ class AllReducedCompressor(Compressor):
         self.sent_exactly = range(len(bucket.shapes))
         self.is_plain = self._dtype is None and bucket.ranks_per_node == 1
         # Kept from step to step: a CPU's new memory takes longer to write for the first time.
-        self._wire: torch.Tensor | None = None
+        self._wire: Tensor | None = None
         self._has_delay = bucket.has_delay
         self.sent_numel = -(
             -sum(bucket.numels) * (self._dtype or bucket.dtype).itemsize // bucket.dtype.itemsize
         )
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        group: dist.ProcessGroup,
-        seed: int,
-        unused: Collection[int] = (),
+        self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
     ) -> Works:
         """Replace the bucket by its mean over the ranks, in stages."""
         if self._ranks_per_node == 1:
@@ -65,13 +61,13 @@ class AllReducedCompressor(Compressor):
             return
         nodes = nodes_of(group, self._ranks_per_node)
 
-        def between(part: torch.Tensor) -> Stages:
+        def between(part: Tensor) -> Stages:
             yield from self._sum(part, nodes.between, 1.0)
             return part
 
         yield from reduce_hierarchically(flat, nodes, between, self._scale)
 
-    def _sum(self, flat: torch.Tensor, group: dist.ProcessGroup, scale: float) -> Works:
+    def _sum(self, flat: Tensor, group: dist.ProcessGroup, scale: float) -> Works:
         """Sum scale · flat over a group, in place."""
         wire = flat
         if self._dtype is None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..comm.exchange import Works
 from ..comm.pipeline import run_through
@@ -92,7 +93,7 @@ class Compressor(ABC):
         """
         return {}
 
-    def average(self, flat: torch.Tensor, group: dist.ProcessGroup, seed: int) -> None:
+    def average(self, flat: Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the gradients by their (approximate) mean over the ranks, in place. A collective.
 
         flat: [numel], the bucket's buffer, undivided.
@@ -104,12 +105,7 @@ class Compressor(ABC):
         run_through(self.reduce(flat, flat, group, seed))
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        group: dist.ProcessGroup,
-        seed: int,
-        unused: Collection[int] = (),
+        self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
     ) -> Works:
         """Average in stages: yield every collective issued with async_op instead of waiting for it.
 
@@ -135,7 +131,7 @@ class Compressor(ABC):
         """Continue from another compressor's state(). After a change of buckets, entries may be missing."""
 
     @classmethod  # noqa: B027 may stay empty
-    def check_entry(cls, entry: dict[str, torch.Tensor], *, of_bucket: bool) -> None:
+    def check_entry(cls, entry: dict[str, Tensor], *, of_bucket: bool) -> None:
         """Raise ValueError for a checkpoint's entry that `load` can't load.
 
         of_bucket: whether it belongs to all parameters of a bucket together, not to one parameter.
@@ -143,12 +139,12 @@ class Compressor(ABC):
         The caller has checked that tensors are dense, and that floating-point values are finite.
         """
 
-    def current_error(self) -> torch.Tensor | None:
+    def current_error(self) -> Tensor | None:
         """Return this rank's error, [numel], for reading only; None without one. Recorders call this."""
-        error: torch.Tensor | None = self.state().get("error")
+        error: Tensor | None = self.state().get("error")
         return error
 
-    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+    def add_to_error(self, offset: int, values: Tensor) -> None:
         """Add unused averages to this rank's error.
 
         offset: the position in the bucket of the first value.

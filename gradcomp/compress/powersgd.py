@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradcomp import ops
 from gradcomp.device import has_streams
@@ -159,7 +160,7 @@ class PowerSGDCompressor(Compressor):
         self.sent_numel = -(-sent_bytes // bucket.dtype.itemsize)
 
     @classmethod
-    def check_entry(cls, entry: dict[str, torch.Tensor], *, of_bucket: bool) -> None:
+    def check_entry(cls, entry: dict[str, Tensor], *, of_bucket: bool) -> None:
         name = "square_direction" if of_bucket else "direction"
         require_names(entry, [name] if of_bucket else ["error", name])
         direction, error = entry.get(name), entry.get("error")
@@ -218,12 +219,7 @@ class PowerSGDCompressor(Compressor):
             compile_all_reduce(layout_for, dtype, bucket, **options.codes_options(bucket.dtype))
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        group: dist.ProcessGroup,
-        seed: int,
-        unused: Collection[int] = (),
+        self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
     ) -> Works:
         """Average in a stage before, between and after collectives; powerSGD_hook lists the steps.
 
@@ -249,20 +245,20 @@ class PowerSGDCompressor(Compressor):
             return list(range(len(self.plan.layout.matrices))) if is_unused else []
         return [index for index, tensor in enumerate(self._tensors) if tensor in unused]
 
-    def _all_reduce(self, index: int, wire: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    def _all_reduce(self, index: int, wire: Tensor, group: dist.ProcessGroup) -> Works:
         """Sum p_wire (index 0) or q_wire (1) over all ranks; int8 factors are averaged.
 
         On a CPU with nodes, the sum of a large wire is hierarchical. NCCL's rings pass each node once anyway.
         """
         if self._of_wires:
-            return self._of_wires[index].reduce(wire, wire, group)
+            return self._of_wires[index].reduce(wire, wire, group, (), None)
         is_small = wire.nbytes < LEAST_HIERARCHICAL_BYTES
         if self._ranks_per_node == 1 or is_small or has_streams(wire.device):
             # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
             return all_reduce(wire, group, has_delay=self._has_delay or (group.size() == 2 and is_small))
         nodes = nodes_of(group, self._ranks_per_node)
 
-        def between(part: torch.Tensor) -> Stages:
+        def between(part: Tensor) -> Stages:
             yield from all_reduce(part, nodes.between, has_delay=self._has_delay)
             return part
 
@@ -272,7 +268,7 @@ class PowerSGDCompressor(Compressor):
         error, directions = self.plan.error(), self.plan.directions()
         if self._is_square:
             return {"error": error, **({"square_direction": directions[0]} if directions else {})}
-        by_tensor: list[torch.Tensor | None] = [None] * self._num_tensors
+        by_tensor: list[Tensor | None] = [None] * self._num_tensors
         for tensor, direction in zip(self._tensors, directions, strict=True):
             by_tensor[tensor] = direction
         return {"error": error, "direction": by_tensor}
@@ -288,10 +284,10 @@ class PowerSGDCompressor(Compressor):
         directions = [own if q is None or q.shape != own.shape else q for q, own in pairs]
         self.plan.load(state["error"], directions)
 
-    def current_error(self) -> torch.Tensor | None:
+    def current_error(self) -> Tensor | None:
         return self.plan.error() if self._keeps_error else None
 
-    def add_to_error(self, offset: int, values: torch.Tensor) -> None:
+    def add_to_error(self, offset: int, values: Tensor) -> None:
         self.plan.add_to_error(offset, values)
 
 

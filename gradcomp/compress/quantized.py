@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradcomp.layout.blocks import BlockLayout
 
@@ -107,14 +108,14 @@ class QuantizedCompressor(Compressor):
                 self.sent_exactly = set(range(len(bucket.shapes))) - quantized
         self._numel = sum(bucket.numels)
         self._place: int | None = None  # in the node, known from the first step on
-        self._loaded: torch.Tensor | None = None  # the bucket's errors, until the next step
+        self._loaded: Tensor | None = None  # the bucket's errors, until the next step
         # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
-        self._just_loaded: torch.Tensor | None = None
+        self._just_loaded: Tensor | None = None
         # The number of elements in an all-reduce that sends as many bytes.
         self.sent_numel = -(-self._sum.num_bytes // bucket.dtype.itemsize)
 
     @classmethod
-    def check_entry(cls, entry: dict[str, torch.Tensor], *, of_bucket: bool) -> None:
+    def check_entry(cls, entry: dict[str, Tensor], *, of_bucket: bool) -> None:
         require_names(entry, ("error",))
 
     @classmethod
@@ -132,12 +133,7 @@ class QuantizedCompressor(Compressor):
             compile_all_reduce(layout_for, bucket.dtype, bucket, **options.sum_options())
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        group: dist.ProcessGroup,
-        seed: int,
-        unused: Collection[int] = (),
+        self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
     ) -> Works:
         """Average blocks quantized, everything else exactly. Zeros are sent for unused tensors."""
         place = self._sum.place(group)
@@ -148,7 +144,7 @@ class QuantizedCompressor(Compressor):
 
     # --- errors ---
 
-    def current_error(self) -> torch.Tensor | None:
+    def current_error(self) -> Tensor | None:
         error = self._sum.error
         if self._loaded is not None or error is None:
             return self._loaded
@@ -167,7 +163,7 @@ class QuantizedCompressor(Compressor):
             like = {"device": self._sum.error.device, "dtype": self._sum.error.dtype}
             self._loaded = state["error"].to(**like, copy=True)
 
-    def _take_place(self, place: int) -> torch.Tensor | None:
+    def _take_place(self, place: int) -> Tensor | None:
         """Take this rank's place in its node, and continue from the loaded errors.
 
         Returns the loaded errors that this place doesn't keep, to be added to the gradients; None if nothing

@@ -23,7 +23,8 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout, Part
@@ -83,11 +84,11 @@ class FlatAllReduce:
         self._is_one_exchange = form.num_senders is not None
 
     @property
-    def error(self) -> torch.Tensor | None:
+    def error(self) -> Tensor | None:
         """The errors that this rank keeps, times unit; None without error feedback."""
         return self.plan.error
 
-    def place(self, group: dist.ProcessGroup) -> int:
+    def place(self, group: ProcessGroup) -> int:
         """Return the number, among the ranks of a node, that decides which elements' errors a rank keeps."""
         return 0
 
@@ -97,12 +98,7 @@ class FlatAllReduce:
             yield run.in_bucket, run.stored
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        group: dist.ProcessGroup,
-        unused: Collection[int] = (),
-        rest: torch.Tensor | None = None,
+        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
     ) -> Works:
         """Write the mean of a buffer over the ranks to out. Yields each collective in progress.
 
@@ -110,7 +106,7 @@ class FlatAllReduce:
         out: [numel], flat or another tensor in its dtype.
         unused: the positions of tensors that this rank's backward has not used. Zeros are sent for them, and
             their errors stay.
-        rest: [numel], values to add to the gradients whose errors other ranks of the node keep.
+        rest: [numel], values to add to the gradients whose errors other ranks of the node keep, or None.
 
         The call posts the receives that it can (exchange.gather); flat is read when the result is iterated.
         """
@@ -121,9 +117,9 @@ class FlatAllReduce:
 
     def _stages(
         self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        group: dist.ProcessGroup,
+        flat: Tensor,
+        out: Tensor,
+        group: ProcessGroup,
         unused: Sequence[Part],
         gather: Gather,
     ) -> Works:
@@ -142,7 +138,7 @@ def _parts(layout: BlockLayout, positions: Collection[int]) -> list[Part]:
     return [part for part in layout.quantized if part.position in positions]
 
 
-def _average_codes(plan: ops.QuantizedPlan, group: dist.ProcessGroup, gather: Gather) -> Works:
+def _average_codes(plan: ops.QuantizedPlan, group: ProcessGroup, gather: Gather) -> Works:
     """Replace this rank's codes in plan.payload by the codes of the means, in two exchanges.
 
     gather: to plan.payload. No rank sends its mean of a shard before it has got this rank's codes of it.
@@ -194,11 +190,11 @@ class HierarchicalAllReduce:
         self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], spec.device)
 
     @property
-    def error(self) -> torch.Tensor | None:
+    def error(self) -> Tensor | None:
         """The errors of the node's sum of the piece, times unit; None without error feedback."""
         return self.plan.error
 
-    def place(self, group: dist.ProcessGroup) -> int:
+    def place(self, group: ProcessGroup) -> int:
         """Return this rank's place in its node."""
         return nodes_of(group, self._ranks_per_node).within.rank()
 
@@ -217,12 +213,7 @@ class HierarchicalAllReduce:
                 yield slice(start + shift, stop + shift), slice(start - first, stop - first)
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        group: dist.ProcessGroup,
-        unused: Collection[int] = (),
-        rest: torch.Tensor | None = None,
+        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
     ) -> Works:
         """Write the mean of a buffer over all ranks to out. For the arguments see FlatAllReduce.reduce."""
         if not self.num_bytes:
@@ -289,9 +280,7 @@ def compile_all_reduce(layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSp
         ops.compile_quantized(layout, dtype_of_plan, spec.device, **plan_options)
 
 
-def add_to_pieces(
-    rest: torch.Tensor, pieces: torch.Tensor, copies: Iterable[tuple[slice, slice]], unit: float
-) -> None:
+def add_to_pieces(rest: Tensor, pieces: Tensor, copies: Iterable[tuple[slice, slice]], unit: float) -> None:
     """Add unit times rest to pieces, which another dtype may round. copies: (slices of rest, of pieces)."""
     for source, target in copies:
         pieces.view(-1)[target] += rest[source] * unit
@@ -314,7 +303,7 @@ def piece_dtypes(dtype: torch.dtype, within_dtype: torch.dtype | None) -> tuple[
     return summed, torch.float64 if wide == torch.float64 else summed
 
 
-def _is_in_zero_block(gradients: torch.Tensor, block_size: int) -> torch.Tensor:
+def _is_in_zero_block(gradients: Tensor, block_size: int) -> Tensor:
     """Return for each element whether its block's gradients are all zero.
 
     gradients: [numel], from the first element of a block on.

@@ -21,7 +21,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout
@@ -60,7 +61,7 @@ class ReduceScatter:
             self.unit = unit_within(spec.ranks_per_node)
             self._within_dtype, _ = piece_dtypes(spec.dtype, options["within_dtype"])
             self._copy = ops.PartsCopy(list(self._copies()), spec.device)
-        self.error: torch.Tensor | None = None
+        self.error: Tensor | None = None
         if options["error_feedback"]:
             numel = self.layout.world_size * self.layout.shard_numel
             wide = torch.promote_types(self._dtype, torch.float32)
@@ -68,7 +69,7 @@ class ReduceScatter:
         exact_bytes = (self._plan_options["exact_dtype"] or self._dtype).itemsize
         self.num_bytes = spec.world_size * self.layout.sections(self._plan_options["bits"], exact_bytes)[1]
 
-    def place(self, group: dist.ProcessGroup) -> int:
+    def place(self, group: ProcessGroup) -> int:
         """Return this rank's place in its node."""
         return 0 if self._ranks_per_node == 1 else nodes_of(group, self._ranks_per_node).within.rank()
 
@@ -81,12 +82,7 @@ class ReduceScatter:
             yield shard, slice(part.stored.start, part.stored.start + shard.stop - shard.start)
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        group: dist.ProcessGroup,
-        unused: Collection[int] = (),
-        rest: torch.Tensor | None = None,
+        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
     ) -> Works:
         """Write the sum over the ranks of this rank's row to out. Yields each collective in progress.
 
@@ -111,7 +107,7 @@ class ReduceScatter:
         yield from reduce_scatter(piece, pieces, nodes.within)
         yield from self._sum(piece.to(self._dtype), out, nodes.between)
 
-    def _sum(self, flat: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    def _sum(self, flat: Tensor, out: Tensor, group: ProcessGroup) -> Works:
         """Write the sum over the ranks of this rank's row, divided by unit, to out."""
         plan = _plans.free.pop(self._key, None) or ops.quantized_plan(
             self.layout, self._dtype, self._device, **self._plan_options
@@ -136,7 +132,7 @@ class ReduceScatter:
             start = self._piece_start(row)
             yield slice(row * numel, (row + 1) * numel), slice(start, start + numel)
 
-    def _add(self, rest: torch.Tensor, pieces: torch.Tensor) -> None:
+    def _add(self, rest: Tensor, pieces: Tensor) -> None:
         """Add unit times values in the order of whole tensors to the pieces."""
         copies = []
         for row, in_tensors, in_row in self._shards.shards():
