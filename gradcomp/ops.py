@@ -325,7 +325,7 @@ def quantized_plan(
 
     bits: 4 or 8 bits per element.
     error_feedback: keep errors, and add them to the next step's gradients.
-    exact_dtype: the dtype in which exact tensors are sent; None for the bucket's.
+    uncompressed_dtype: the dtype in which exact tensors are sent; None for the bucket's.
     divisor: the number that sums over a shard's senders are divided by; None for their number. Between nodes
         it is the number of all ranks, times the factor that gradients were multiplied by before.
     averages_dtype: the dtype that averages must fit when they are dequantized; None for the bucket's.

@@ -89,7 +89,7 @@ class PowerSGDOptions:
     def codes_options(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return the options of ops.quantized_plan for int8 factors of a bucket of this dtype."""
         # PowerSGD's error includes the rounding errors.
-        return {"bits": 8, "error_feedback": False, "exact_dtype": self.uncompressed_dtype or dtype}
+        return {"bits": 8, "error_feedback": False, "uncompressed_dtype": self.uncompressed_dtype or dtype}
 
     def wire_layouts(self, wire_numels: tuple[int, int, int]) -> list[LayoutFor]:
         """Return what gives the blocks of p_wire and of q_wire. wire_numels: the plan's."""

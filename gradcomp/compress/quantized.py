@@ -72,12 +72,12 @@ class QuantizedOptions:
             return {
                 "bits": 8,
                 "error_feedback": False,
-                "exact_dtype": self.uncompressed_dtype or torch.bfloat16,
+                "uncompressed_dtype": self.uncompressed_dtype or torch.bfloat16,
             }
         return {
             "bits": self.bits,
             "error_feedback": self.error_feedback,
-            "exact_dtype": self.uncompressed_dtype,
+            "uncompressed_dtype": self.uncompressed_dtype,
         }
 
     def sum_options(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class FlatAllReduce:
     layout_for: returns the blocks of the buffer in a number of shards.
     dtype: the buffer's dtype.
     spec: what the bucket is made for.
-    bits, error_feedback, exact_dtype: see ops.quantized_plan.
+    bits, error_feedback, uncompressed_dtype: see ops.quantized_plan.
 
     layout, num_bytes: see Form.
     plan: the plan of what this rank quantizes.
@@ -320,21 +320,23 @@ def _plans(
     *,
     bits: int,
     error_feedback: bool,
-    exact_dtype: torch.dtype | None = None,
+    uncompressed_dtype: torch.dtype | None = None,
     within_dtype: torch.dtype | None = None,
 ) -> tuple[Form, list[tuple[BlockLayout, torch.dtype, dict[str, Any]]]]:
     """Return the form, and the arguments of ops.quantized_plan: (layout, dtype, options) of each plan.
 
     Flat there is one plan. With nodes the first is of a piece; in two exchanges a second is of the bucket.
     """
-    shared: dict[str, Any] = {"bits": bits, "exact_dtype": exact_dtype}
+    shared: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
     if spec.ranks_per_node == 1:
-        form = Form.of(layout_for, spec, bits, (exact_dtype or dtype).itemsize)
+        form = Form.of(layout_for, spec, bits, (uncompressed_dtype or dtype).itemsize)
         options = {**shared, "error_feedback": error_feedback, "num_senders": form.num_senders}
         return form, [(form.layout, dtype, options)]
     # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-    exact_dtype = shared["exact_dtype"] = exact_dtype or torch.promote_types(dtype, torch.float32)
-    form = Form.of(layout_for, spec, bits, exact_dtype.itemsize)
+    uncompressed_dtype = shared["uncompressed_dtype"] = uncompressed_dtype or torch.promote_types(
+        dtype, torch.float32
+    )
+    form = Form.of(layout_for, spec, bits, uncompressed_dtype.itemsize)
     layout = form.layout
     # The same blocks and exact elements per shard as in the bucket, without padding between them.
     num_shards = layout.world_size // spec.ranks_per_node

@@ -42,7 +42,7 @@ class ReduceScatter:
 
     layout_of: returns the blocks of tensors.
     spec: what the bucket is made for; its is_shard is true.
-    bits, error_feedback, exact_dtype, within_dtype: see ops.quantized_plan and HierarchicalAllReduce.
+    bits, error_feedback, uncompressed_dtype, within_dtype: see ops.quantized_plan and HierarchicalAllReduce.
 
     layout: the blocks of the rows that this rank quantizes.
     num_bytes: the bytes of a reduce-scatter that sends as much per rank; with nodes, per node.
@@ -66,7 +66,7 @@ class ReduceScatter:
             numel = self.layout.world_size * self.layout.shard_numel
             wide = torch.promote_types(self._dtype, torch.float32)
             self.error = torch.zeros(numel, dtype=wide, device=spec.device)
-        exact_bytes = (self._plan_options["exact_dtype"] or self._dtype).itemsize
+        exact_bytes = (self._plan_options["uncompressed_dtype"] or self._dtype).itemsize
         self.num_bytes = spec.world_size * self.layout.sections(self._plan_options["bits"], exact_bytes)[1]
 
     def place(self, group: ProcessGroup) -> int:
@@ -158,7 +158,9 @@ def _plan_arguments(
         return layout, spec.dtype, options
     _, dtype = piece_dtypes(spec.dtype, within_dtype)
     # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-    options["exact_dtype"] = options["exact_dtype"] or torch.promote_types(spec.dtype, torch.float32)
+    options["uncompressed_dtype"] = options["uncompressed_dtype"] or torch.promote_types(
+        spec.dtype, torch.float32
+    )
     return layout, dtype, options
 
 

@@ -205,7 +205,7 @@ class QuantizedPlan:
         *,
         bits: int,
         error_feedback: bool,
-        exact_dtype: torch.dtype | None = None,
+        uncompressed_dtype: torch.dtype | None = None,
         divisor: float | None = None,
         averages_dtype: torch.dtype | None = None,
         only_dequantizes: bool = False,
@@ -213,7 +213,7 @@ class QuantizedPlan:
         num_senders: int | None = None,
     ):
         self._has_own, num_ranks = num_senders is None, num_senders or layout.world_size
-        self.layout, self._exact_dtype, self._bits = layout, exact_dtype or dtype, bits
+        self.layout, self._uncompressed_dtype, self._bits = layout, uncompressed_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
         self._top = torch.finfo(averages_dtype or dtype).max
         # Values are multiplied by this power of two before they are summed, so that sums can't overflow. It
@@ -221,7 +221,7 @@ class QuantizedPlan:
         self._shrink = 0.5 ** (num_ranks - 1).bit_length()
         self._num_ranks = num_ranks if divisor is None else divisor
         self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean
-        sections, num_bytes = layout.sections(bits, self._exact_dtype.itemsize)
+        sections, num_bytes = layout.sections(bits, self._uncompressed_dtype.itemsize)
         self._codes_at, self._scales_at, self._exact_at = sections
         self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8)
         self.received = self.payload.new_empty(0 if only_dequantizes else num_ranks, num_bytes)
@@ -293,7 +293,7 @@ class QuantizedPlan:
                     quantize(values, codes=chunk.codes, top=self._top, **how)
         for values, mask, before in waiting:
             values[mask] = before
-        exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._exact_dtype)
+        exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._uncompressed_dtype)
         for each in self.layout.exact:
             exact[each.stored] = flat[each.in_bucket]
         self.payload[:, self._exact_at] = exact.view(torch.uint8).view(len(self.payload), -1)
@@ -353,9 +353,9 @@ class QuantizedPlan:
                 if not is_small:
                     _saturate(own)
                 own.index_copy_(0, left_out, before)
-        exact = self.received[:, self._exact_at].contiguous().view(self._exact_dtype)
+        exact = self.received[:, self._exact_at].contiguous().view(self._uncompressed_dtype)
         mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
-        self.mean[self._exact_at] = mean_of_exact.to(self._exact_dtype).view(torch.uint8)
+        self.mean[self._exact_at] = mean_of_exact.to(self._uncompressed_dtype).view(torch.uint8)
 
     def sum(self, out: torch.Tensor, rank: int, received: torch.Tensor | None = None) -> None:
         """Write a shard, summed over the ranks and divided by the divisor, to out.
@@ -389,7 +389,7 @@ class QuantizedPlan:
                     out[in_shard] = own.view(-1)[stored]
             if self._has_own:
                 own.zero_()
-        exact = received[:, self._exact_at].contiguous().view(self._exact_dtype)
+        exact = received[:, self._exact_at].contiguous().view(self._uncompressed_dtype)
         total = torch.zeros(self.layout.exact_numel, dtype=self._wide)
         for row in exact:
             total.add_(row, alpha=self._shrink)
@@ -436,7 +436,7 @@ class QuantizedPlan:
                 if not is_in_place:
                     for stored, in_bucket in chunk.copies:
                         flat[in_bucket] = values.view(-1)[stored]
-        exact = self.payload[:, self._exact_at].contiguous().view(-1).view(self._exact_dtype)
+        exact = self.payload[:, self._exact_at].contiguous().view(-1).view(self._uncompressed_dtype)
         for each in self.layout.exact:
             flat[each.in_bucket] = exact[each.stored]
 

@@ -207,7 +207,7 @@ class AutoState(CompressorState):
     def claims(self, options: AutoOptions) -> dict[str, Any]:
         """Return the claims that all candidates have."""
         hooks = list(map(NamedHook.named, options.candidates))
-        dtypes = [hook.exact_dtype for hook in hooks if hook.exact_dtype is not None]
+        dtypes = [hook.uncompressed_dtype for hook in hooks if hook.uncompressed_dtype is not None]
         is_product = any(hook.compressor is PowerSGDCompressor for hook in hooks)
         return {
             "tolerance": None,

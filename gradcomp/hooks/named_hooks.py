@@ -150,7 +150,7 @@ class NamedHook:
         return isinstance(self.options, QuantizedOptions)
 
     @property
-    def exact_dtype(self) -> torch.dtype | None:
+    def uncompressed_dtype(self) -> torch.dtype | None:
         """The dtype of what is not sent as codes; None for the gradients' dtype."""
         if isinstance(self.options, AllReducedOptions):
             return self.options.wire_dtype

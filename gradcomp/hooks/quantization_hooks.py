@@ -223,7 +223,7 @@ def _average_in_8_bits(
         all_reduce = _all_reduces.take(parameters, hook_name, key)
         if all_reduce is None:
             all_reduce = FlatAllReduce(
-                layout_for, spec.dtype, spec, bits=8, error_feedback=False, exact_dtype=None
+                layout_for, spec.dtype, spec, bits=8, error_feedback=False, uncompressed_dtype=None
             )
         yield from all_reduce.reduce(buffer, buffer, group, (), None)
         if parameters:

@@ -195,11 +195,15 @@ def collectives_of(
 
 
 def _quantized(
-    layout_for: LayoutFor, bits: int, dtype: torch.dtype, exact_dtype: torch.dtype | None, network: Network
+    layout_for: LayoutFor,
+    bits: int,
+    dtype: torch.dtype,
+    uncompressed_dtype: torch.dtype | None,
+    network: Network,
 ) -> tuple[Collective, ...]:
     """Return a quantized all-reduce's collectives: flat if ranks_per_node is 1, else hierarchical."""
     per_node = network.ranks_per_node
-    exact = exact_dtype or (dtype if per_node == 1 else torch.promote_types(dtype, torch.float32))
+    exact = uncompressed_dtype or (dtype if per_node == 1 else torch.promote_types(dtype, torch.float32))
     bucket = BucketSpec((), dtype, torch.device("cpu"), network.world_size, 0, per_node, network.has_delay)
     form = Form.of(layout_for, bucket, bits, exact.itemsize)
     layout = form.layout

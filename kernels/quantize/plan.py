@@ -29,7 +29,7 @@ class QuantizedPlan:
         *,
         bits: int,
         error_feedback: bool,
-        exact_dtype: torch.dtype | None = None,
+        uncompressed_dtype: torch.dtype | None = None,
         divisor: float | None = None,
         averages_dtype: torch.dtype | None = None,
         only_dequantizes: bool = False,
@@ -40,11 +40,11 @@ class QuantizedPlan:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.layout, self._device, self._feedback = layout, device, error_feedback
-        self._exact_dtype, self._has_own = exact_dtype or dtype, num_senders is None
+        self._uncompressed_dtype, self._has_own = uncompressed_dtype or dtype, num_senders is None
         wide, world_size = torch.promote_types(dtype, torch.float32), num_senders or layout.world_size
         only_sums = only_sums or num_senders is not None
         work = QuantizedWork(
-            layout, bits, dtype.itemsize, self._exact_dtype.itemsize, num_multiprocessors(device)
+            layout, bits, dtype.itemsize, self._uncompressed_dtype.itemsize, num_multiprocessors(device)
         )
         self.payload = zeros(layout.world_size, work.payload_bytes)
         self.received = zeros(0 if only_dequantizes else world_size, work.payload_bytes)
@@ -80,7 +80,7 @@ class QuantizedPlan:
         wide: the dtype of the arithmetic. world_size: the number of payloads of a shard.
         """
         bucket, kept, rank = Slot.buffer(dtype), Slot("kept", self._kept[:0]), Slot("rank", 1000)
-        received = Slot("received", torch.empty(1, dtype=self._exact_dtype, device="meta"))
+        received = Slot("received", torch.empty(1, dtype=self._uncompressed_dtype, device="meta"))
         bucket_work, shard_work = (
             send(torch.tensor(rows, dtype=torch.int64), self._device)
             for rows in (work.bucket_work, work.sum_work if only_sums else work.shard_work)
@@ -97,14 +97,14 @@ class QuantizedPlan:
         }
         # A power of two changes no bits. It is at most 1 / world size, so no sum overflows.
         shrink = 0.5 ** (world_size - 1).bit_length()
-        by, exact = divisor * shrink, element_type(self._exact_dtype)
+        by, exact = divisor * shrink, element_type(self._uncompressed_dtype)
         quantize = Launch(
             _quantize_kernel, len(bucket_work), bucket, kept, self.payload, bucket_work, rank,
             FEEDBACK=self._feedback, EXACT=exact, **constants,
         )  # fmt: skip
         average = Launch(
             _average_kernel, len(shard_work), received,
-            Slot.buffer(averages_dtype) if only_sums else self.mean.view(self._exact_dtype),
+            Slot.buffer(averages_dtype) if only_sums else self.mean.view(self._uncompressed_dtype),
             kept, shard_work, rank, work.payload_bytes, self.layout.num_blocks,
             WORLD_SIZE=world_size, DIVISOR=divisor, SHRINK=shrink, BY=by,
             INVERSE=1 / by if math.frexp(by)[0] == 0.5 else 0.0,
@@ -165,7 +165,7 @@ class QuantizedPlan:
         self._average(self.received if received is None else received, rank, buffer=out)
 
     def _average(self, received: torch.Tensor, rank: int, **buffer: torch.Tensor) -> None:
-        received = received.view(-1).view(self._exact_dtype)
+        received = received.view(-1).view(self._uncompressed_dtype)
         rank = rank if self._has_own else -1
         with launching_on(self._device):
             self._averaging(received=received, kept=self._kept, rank=rank, **buffer)

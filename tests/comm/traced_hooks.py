@@ -191,7 +191,7 @@ class HookOfCodes:
         def stages() -> pipeline.Stages:
             if index not in self._of_buckets:
                 layout_for = partial(BlockLayout, SHAPES[index], 16)
-                options = {"bits": 4, "error_feedback": True, "exact_dtype": None}
+                options = {"bits": 4, "error_feedback": True, "uncompressed_dtype": None}
                 self._of_buckets[index] = self._kind(layout_for, buffer.dtype, spec, **options)
             yield from self._of_buckets[index].reduce(buffer, buffer, dist.group.WORLD, (), None)
             return buffer

@@ -112,7 +112,7 @@ def test_the_quantized_all_reduce_compiles_for_its_options(monkeypatch):
     make_state = partial(QuantizationState, None, 8, 4, False, start_iter=2)
     simulate(train, 2, make_state, quantization_hook, 3)
     # Two buckets on two ranks, in one exchange.
-    options = {"bits": 8, "error_feedback": False, "exact_dtype": None, "num_senders": 2}
+    options = {"bits": 8, "error_feedback": False, "uncompressed_dtype": None, "num_senders": 2}
     assert compiled == [(1, torch.float32, options)] * 4
 
 

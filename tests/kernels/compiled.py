@@ -181,7 +181,7 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
     for bits, dtype in product((4, 8), (FP32, BF16, FP16)):
         layout = BlockLayout([(128, 4), (3,)], 128, 4)
         plan = QuantizedPlan(
-            layout, dtype, torch.device("cpu"), bits=bits, error_feedback=True, exact_dtype=FP32,
+            layout, dtype, torch.device("cpu"), bits=bits, error_feedback=True, uncompressed_dtype=FP32,
             divisor=3.0, averages_dtype=FP32,
         )  # fmt: skip
         plan.quantize(torch.zeros(layout.numel, dtype=dtype), 0)

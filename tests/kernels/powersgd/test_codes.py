@@ -12,7 +12,7 @@ FP32 = torch.float32
 SIZE = 128
 
 
-def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, exact_dtype=None):
+def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, uncompressed_dtype=None):
     """Return a plan, and the plans of the quantized all-reduces of its P and Q."""
     wide = torch.promote_types(dtype, FP32)
     (plan,) = plans_of(shapes, rank, dtype, device, wire_dtype=wide)
@@ -24,7 +24,7 @@ def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, exact_dtype=N
             device,
             bits=8,
             error_feedback=False,
-            exact_dtype=exact_dtype or dtype,
+            uncompressed_dtype=uncompressed_dtype or dtype,
         )
         for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
     ]
