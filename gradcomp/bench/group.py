@@ -1,4 +1,4 @@
-"""The benchmark's process group: this rank's place in it, and the time of its collectives."""
+"""The benchmark's process group: this rank's place in it, and the time of its all-reduces."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm import exchange
-from gradcomp.comm.exchange import all_gather, all_to_all, reduce_scatter
 from gradcomp.comm.nodes import Nodes, nodes_in
-from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.device import has_streams
-from gradcomp.plan.collectives import CollectiveKind
-from gradcomp.plan.collectives import Group as Place
 
 TIMEOUT = timedelta(seconds=120)
 # The path of the file through which processes started by bench find each other.
@@ -127,80 +123,46 @@ def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.devi
 
 SIZES_BYTES = (2**12, 2**20, 2**22, 2**24, 2**26)
 NUM_CALLS = 5
-# After a collective that takes longer, larger sizes are left out, but there is always a second size.
+# After an all-reduce that takes longer, larger sizes are left out, but there is always a second size.
 LONG_S = 0.1
-
-# The collectives that hooks use: of all ranks; with nodes, also within a node and between nodes.
-_TIMED: dict[Place, tuple[CollectiveKind, ...]] = {
-    "all": ("all-reduce", "all-to-all", "all-gather"),
-    "within": ("all-reduce", "reduce-scatter", "all-gather"),
-    "between": ("all-reduce", "all-to-all", "all-gather"),
-}
 
 
 @dataclass(frozen=True)
 class LinkSample:
-    """The time of one collective, in seconds.
+    """The time of one all-reduce, in seconds.
 
-    kind, num_bytes, group: see plan.Collective. All nodes' ranks run their collectives at once.
+    group: "all" ranks, those "within" a node, or those of equal place "between" nodes. All groups of a kind
+        run it at once; between nodes, num_bytes are all ranks' of a node.
     """
 
-    kind: CollectiveKind
     num_bytes: int
     seconds: float
-    group: Place = "all"
+    group: str = "all"
 
 
 def link_samples(group: Group) -> Iterator[LinkSample]:
-    """Yield the median time of each collective at each size, on the slowest rank. A collective."""
-    groups: dict[Place, dist.ProcessGroup] = {"all": resolve_group("python -m gradcomp bench", None)}
+    """Yield the median time of an all-reduce of each size, on the slowest rank. A collective."""
+    groups: dict[str, dist.ProcessGroup] = {"all": resolve_group("python -m gradcomp bench", None)}
     if group.nodes is not None:
         groups |= {"within": group.nodes.within, "between": group.nodes.between}
     for place, ranks in groups.items():
-        # Between nodes, all ranks of a node have such a buffer.
         num_buffers = group.ranks_per_node if place == "between" else 1
-        for kind in _TIMED[place]:
-            for size in SIZES_BYTES:
-                num_bytes = -(-size // (4 * ranks.size())) * 4 * ranks.size()
-                samples_s = _timed(_call(kind, num_bytes, ranks, group.device), 1 + NUM_CALLS, group)
-                seconds = statistics.median(group.slowest(samples_s[1:]))
-                yield LinkSample(kind, num_bytes * num_buffers, seconds, place)
-                if seconds > LONG_S and size > SIZES_BYTES[0]:
-                    break
+        for size in SIZES_BYTES:
+            buffer = torch.zeros(size // 4, device=group.device)
+            seconds = statistics.median(group.slowest(_timed(buffer, ranks)[1:]))
+            yield LinkSample(size * num_buffers, seconds, place)
+            if seconds > LONG_S and size > SIZES_BYTES[0]:
+                break
 
 
-def _call(
-    kind: CollectiveKind, num_bytes: int, group: dist.ProcessGroup, device: torch.device
-) -> Callable[[], object]:
-    """Return a function that runs the collective.
-
-    num_bytes: the size of the whole buffer, all parts together.
-    """
-
-    def buffer(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    if kind == "all-reduce":
-        summed = buffer(num_bytes // 4, dtype=torch.float32)
-        return lambda: dist.all_reduce(summed, group=group)
-    shape = group.size(), num_bytes // group.size()
-    if kind == "reduce-scatter":
-        parts = buffer(shape[0], shape[1] // 4, dtype=torch.float32)
-        own = torch.empty_like(parts[0])
-        return lambda: run_through(reduce_scatter(own, parts, group))
-    received = buffer(*shape)
-    exchange, sent = (all_to_all, buffer(*shape)) if kind == "all-to-all" else (all_gather, buffer(shape[1]))
-    return lambda: exchange(received, sent, group).wait()
-
-
-def _timed(call: Callable[[], object], num_calls: int, group: Group) -> list[float]:
-    """Time calls one by one. All ranks start together."""
+def _timed(buffer: torch.Tensor, group: dist.ProcessGroup) -> list[float]:
+    """Time 1 + NUM_CALLS all-reduces one by one. All ranks start together."""
     samples = []
     dist.barrier()
-    synchronize(group.device)
-    for _ in range(num_calls):
+    synchronize(buffer.device)
+    for _ in range(1 + NUM_CALLS):
         start = time.perf_counter()
-        call()
-        synchronize(group.device)
+        dist.all_reduce(buffer, group=group)
+        synchronize(buffer.device)
         samples.append(time.perf_counter() - start)
     return samples

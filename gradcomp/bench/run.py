@@ -28,7 +28,7 @@ from .steps import NOOP, HookTime, Trainer, hook_times
 from .workloads import Workload
 
 WIDTH = 120  # of sentences
-# Where a collective takes place, for behind its name.
+# Where an all-reduce takes place, for behind its name.
 WHERE = {"all": " of all ranks", "within": " within a node", "between": " between nodes"}
 
 
@@ -186,13 +186,13 @@ def table(found: Measurements, max_loss: float) -> str:
 
 
 def _links(found: Measurements) -> Iterator[str]:
-    """Yield a line on the delay, then one per collective, with its smallest and its largest size."""
+    """Yield a line on the delay, then one per group, with its smallest and its largest all-reduce."""
     has_nodes = found.ranks_per_node > 1
     if found.round_trip_s:
         peers = "nodes" if has_nodes else "ranks"
         yield f"delay    a message and its answer take {shown_seconds(found.round_trip_s)} between {peers}"
-    for kind, group in dict.fromkeys((each.kind, each.group) for each in found.link):
-        samples = [each for each in found.link if (each.kind, each.group) == (kind, group)]
+    for group in dict.fromkeys(each.group for each in found.link):
+        samples = [each for each in found.link if each.group == group]
         smallest, largest = samples[0], samples[-1]
         size = f"{shown_bytes(largest.num_bytes)} in {shown_seconds(largest.seconds)}"
         yield f"link     {_shown(smallest, has_nodes=has_nodes)}, {size}"
@@ -200,4 +200,4 @@ def _links(found: Measurements) -> Iterator[str]:
 
 def _shown(sample: LinkSample, *, has_nodes: bool) -> str:
     where = WHERE[sample.group] if has_nodes else ""
-    return f"{sample.kind}{where}: {shown_bytes(sample.num_bytes)} in {shown_seconds(sample.seconds)}"
+    return f"all-reduce{where}: {shown_bytes(sample.num_bytes)} in {shown_seconds(sample.seconds)}"
