@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
@@ -49,6 +49,7 @@ PROPERTIES = (
     properties.bounded_memory,
 )
 PHASES = (Phase.generate, Phase.shrink)
+REPEATED = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet, phases=PHASES)
 _Show = Callable[[str], None]
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
@@ -60,11 +61,7 @@ LONGEST_MESSAGE = 14
 
 @dataclass(frozen=True)
 class Failure:
-    """A property that fails for a hook.
-
-    counterexample: the smallest workload found on which it fails.
-    message: the property's message.
-    """
+    """A property that fails for a hook, the smallest workload found on which it fails, and its message."""
 
     property: str
     counterexample: Workload
@@ -191,12 +188,24 @@ def _report(
         for strategy in each.workloads(drawn):
             if search.failure is None:
                 search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
-        search.try_each(each.listed(drawn))
+        for workload in each.listed(drawn):  # these are not shrunk, so the drawn ones come first
+            if search.failure is not None or search.fails(workload):
+                break
         report.verdicts[each.name] = search.verdict()
         if search.failure is not None:
-            report.failures.append(search.with_multiple_of_mean(search.failure))
+            report.failures.append(_with_multiple_of_mean(subject, search.failure))
             known += each.explains
     return report
+
+
+def _with_multiple_of_mean(subject: Subject, failure: Failure) -> Failure:
+    """Add the factor to the message if the hook's outputs are a multiple of the mean."""
+    try:
+        factor = subject.multiple_of_mean(failure.counterexample)
+    except RankError:
+        return failure
+    said = f"; the output is {factor} × the mean" if factor else ""
+    return replace(failure, message=failure.message + said)
 
 
 def _report_without_claims(
@@ -234,10 +243,8 @@ class _Search:
 
     def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
         """Try drawn workloads. If one fails, find the smallest that does."""
-        repeated = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet)
-        options = settings(repeated, max_examples=max_examples, phases=PHASES)
         try:
-            find(strategy, self._fails, settings=options)
+            find(strategy, self.fails, settings=settings(REPEATED, max_examples=max_examples))
         except NoSuchExample:
             pass
         except Flaky:  # it fails on this workload, but not every time
@@ -245,22 +252,7 @@ class _Search:
                 message = f"{self.failure.message}\nIt does not fail on this workload every time."
                 self.failure = replace(self.failure, message=message)
 
-    def try_each(self, workloads: Iterable[Workload]) -> None:
-        """Try listed workloads until one fails. Call `draw` first: only drawn workloads are shrunk."""
-        for workload in workloads:
-            if self.failure is not None or self._fails(workload):
-                return
-
-    def with_multiple_of_mean(self, failure: Failure) -> Failure:
-        """Add the factor to the message if the hook's outputs are a multiple of the mean."""
-        try:
-            factor = self.subject.multiple_of_mean(failure.counterexample)
-        except RankError:
-            return failure
-        said = f"; the output is {factor} × the mean" if factor else ""
-        return replace(failure, message=failure.message + said)
-
-    def _fails(self, workload: Workload) -> bool:
+    def fails(self, workload: Workload) -> bool:
         self.num_tried += 1
         self.show(f"{self.what}, example {self.num_tried}")
         try:

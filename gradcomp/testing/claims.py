@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -209,6 +210,7 @@ PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, se
 LONGEST_START = 16
 # A hook of 8 bits counts as one that averages if ‖output − mean‖ / ‖mean‖ is at most this.
 AVERAGES_WITHIN = 0.05
+_TORCHS_ERRORS: ErrorsOf = attrgetter("error_dict")
 
 
 def claims_of(
@@ -250,10 +252,10 @@ def claims_of(
     found = {"checkpoint": checkpoint, "memory": memory, **declared, "precision": coarsest}
     claims = replace(claims, **found)
     if errors_of is not None and start is not None and (claims.is_lossy or claims.error_feedback):
-        claims = replace(claims, start=declared.get("start", start))
+        found["start"] = declared.get("start", start)
     if claims.is_lossy and coarsest == torch.float16:
-        claims = replace(claims, max_magnitude=LARGEST_OF_LOSSY_FP16)
-    return replace(claims, errors_of=errors_of) if claims.error_feedback else claims
+        found["max_magnitude"] = LARGEST_OF_LOSSY_FP16
+    return replace(claims, **found, errors_of=errors_of if claims.error_feedback else None)
 
 
 def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:
@@ -269,13 +271,13 @@ def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> t
 
 
 def _declared(hook: Hook, state: Any) -> tuple[dict[str, Any], ErrorsOf | None]:
-    """Return the claims of gradcomp's or torch's state, and the function that reads its errors."""
+    """Return the claims of gradcomp's or torch's state, and the function that reads its errors, or None."""
     is_square = "batched_powerSGD_hook" in _names(hook)
     if isinstance(state, CompressorState):
         options = replace(state.options, square=True) if is_square else state.options
         return state.claims(options), CompressorState.errors_of_buckets
     if not hasattr(state, "q_memory_dict"):
-        return {}, _torchs_errors if hasattr(state, "error_dict") else None
+        return {}, _TORCHS_ERRORS if hasattr(state, "error_dict") else None
     options = PowerSGDOptions(
         state.matrix_approximation_rank,
         state.min_compression_rate,
@@ -286,11 +288,7 @@ def _declared(hook: Hook, state: Any) -> tuple[dict[str, Any], ErrorsOf | None]:
     )
     # torch's hook squares factors in their own dtype.
     claims = {**PowerSGDCompressor.claims(options), "max_magnitude": LARGEST_OF_LOSSY}
-    return claims, _torchs_errors
-
-
-def _torchs_errors(state: Any) -> dict[int, Tensor]:
-    return dict(state.error_dict)
+    return claims, _TORCHS_ERRORS
 
 
 def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:

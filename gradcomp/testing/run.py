@@ -6,7 +6,6 @@ import gc
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Literal
@@ -25,7 +24,7 @@ __all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors
 MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]
-# One step of one rank, as in Run: outputs, errors, bytes and elements of the state, bytes on the wire.
+# One step of one rank, in the order of Run's fields.
 _Step = tuple[list[Tensor], list[Tensor], int, int, int]
 
 
@@ -94,14 +93,13 @@ def run_hook(
     safe_checkpoint: bool = True,
     errors_of: ErrorsOf | None = None,
 ) -> Run:
-    """Run the hook on every rank's gradients, bucket by bucket and step by step, like DDP.
+    """Run the hook on every rank's gradients, step by step.
 
     A bucket keeps its buffer and its parameters in all steps; a workload that is `rearranged` changes both
     after its first step. All buckets of a step are in flight before the first one is waited for. The average
     is the value of the hook's future, converted to the bucket's dtype.
 
-    make_state: make_state(process_group) makes a rank's state. None if the state is the process group, as
-        for stateless hooks.
+    make_state: make_state(process_group) makes a rank's state. None if the state is the process group.
     ranks, schedule: see run_ranks. On "gloo" all arguments must be picklable.
     checkpoint_at: the step before which the state is saved and loaded; see `reload`. None: in no step.
     safe_checkpoint: load with torch.load's safe default only.
@@ -144,26 +142,20 @@ def _steps(
         futures = []
         for bucket_index, (indices, buffer) in enumerate(zip(buckets, buffers, strict=True)):
             buffer.copy_(torch.cat([gradients[index].flatten() for index in indices]))
-            bucket = GradBucket(
-                bucket_index, buffer, owned[bucket_index], is_last=bucket_index == len(buffers) - 1
-            )
+            is_last = bucket_index == len(buffers) - 1
+            bucket = GradBucket(bucket_index, buffer, owned[bucket_index], is_last=is_last)
             futures.append(hook(state, bucket))
-        averages = [
-            result_of(future, hook, buffer).detach().to(buffer.dtype)
-            for future, buffer in zip(futures, buffers, strict=True)
-        ]
+        results = [result_of(future, hook, buffers[i]) for i, future in enumerate(futures)]
+        averages = [result.detach().to(workload.dtype) for result in results]
         errors = errors_of(state) if errors_of else {}
         errors_by_bucket = [errors.get(i, torch.zeros_like(buffer)) for i, buffer in enumerate(buffers)]
         kept = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors_in(state)]
-        steps.append(
-            (
-                _by_index(workload, buckets, averages),
-                _by_index(workload, buckets, errors_by_bucket) if errors_of else [],
-                sum(num_bytes for _, num_bytes in kept),
-                sum(num_bytes // each.itemsize for each, num_bytes in kept if each.is_floating_point()),
-                getattr(process_group, "sent_bytes", 0) - sent_before,
-            )
-        )
+        outputs = _by_index(workload, buckets, averages)
+        kept_errors = _by_index(workload, buckets, errors_by_bucket) if errors_of else []
+        num_bytes = sum(size for _, size in kept)
+        numel = sum(size // tensor.itemsize for tensor, size in kept if tensor.is_floating_point())
+        sent_bytes = getattr(process_group, "sent_bytes", 0) - sent_before
+        steps.append((outputs, kept_errors, num_bytes, numel, sent_bytes))
     return steps
 
 
@@ -189,12 +181,15 @@ def reload(
     """
     can_not = f"{type(state).__name__} can't be saved and loaded"
     what = "torch.save and torch.load (safe default)" if safe else can_not
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # PowerSGD states warn that process groups are not saved
     try:
-        with _quiet():
-            loaded = _reloaded(state, make_state, process_group, safe)
+        loaded = _reloaded(state, make_state, process_group, safe)
     except Exception as error:  # a state's own methods may raise anything
         first_line = next(iter(str(error).strip().splitlines()), "")
         raise CheckpointError(f"{what}: {type(error).__name__}: {first_line}") from error
+    finally:
+        logging.disable(disabled)
     if hasattr(loaded, "process_group"):
         loaded.process_group = process_group
     return loaded
@@ -220,17 +215,6 @@ def _saved_and_loaded(value: Any, weights_only: bool) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings: PowerSGD states warn that the process group is neither saved nor loaded."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 # The types of objects that a state may refer to without owning them.

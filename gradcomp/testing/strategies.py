@@ -18,7 +18,7 @@ from hypothesis.strategies import SearchStrategy
 from gradcomp.testing.claims import PROBE, Claims
 from gradcomp.testing.workload import Poison, Shape, Spectrum, Workload
 
-__all__ = ["buckets_of", "dtypes", "poisons", "shapes", "spectra", "workloads"]
+__all__ = ["buckets_of", "poisons", "shapes", "spectra", "workloads"]
 
 # Small dimensions, primes, powers of two and their neighbors.
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 64)
@@ -55,10 +55,6 @@ def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
 def spectra() -> SearchStrategy[tuple[Spectrum, ...]]:
     """Draw the spectra of a workload's tensors, in the order of the tensors."""
     return st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple)
-
-
-def dtypes() -> SearchStrategy[torch.dtype]:
-    return st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 def buckets_of(
@@ -160,22 +156,21 @@ class Drawn:
 
     def any(self, extra_steps: int = 3, **options: Any) -> SearchStrategy[Workload]:
         """Draw workloads of all kinds, with 1 to `extra_steps` steps after the plain ones."""
-        start = self.claims.start
-        return workloads(
-            **{
-                "tensors": self._shapes(),
-                "log2_scales": self._scales(),
-                "world_size": self.world_size,
-                "steps": st.integers(start + 1, start + extra_steps),
-                "dtype": st.sampled_from(list(self.dtypes)),
-                "device": self.device,
-                **options,
-            }
-        )
+        start, tensors = self.claims.start, shapes()
+        if self.claims.exact_shapes:  # the hook compresses about half of the tensors, even at a high rank
+            tensors |= st.sampled_from(self._compressed_shapes())
+        defaults: dict[str, Any] = {
+            "tensors": tensors,
+            "log2_scales": self._scales(),
+            "world_size": self.world_size,
+            "steps": st.integers(start + 1, start + extra_steps),
+            "dtype": st.sampled_from(list(self.dtypes)),
+            "device": self.device,
+        }
+        return workloads(**{**defaults, **options})
 
     def poisoned(self) -> SearchStrategy[Workload]:
-        steps = st.integers(0, self.claims.start + 1)
-        return self.any(poison=poisons(steps, self.world_size))
+        return self.any(poison=poisons(st.integers(0, self.claims.start + 1), self.world_size))
 
     def every_poison(self) -> Iterator[Workload]:
         """List workloads with inf, −inf or NaN on each rank, in a compressed matrix or the vector beside it.
@@ -225,10 +220,9 @@ class Drawn:
         error is left.
         """
         numel = max(workload.numel(*indices) for indices in workload.buckets)
+        zero_steps = 2 * self.claims.steps_until(1 / 2, numel)
         if workload.noise:
             zero_steps = self.claims.steps_until(1 / 4 / max(1.0, self.claims.largest_error(numel)), numel)
-        else:
-            zero_steps = 2 * self.claims.steps_until(1 / 2, numel)
         return replace(workload, zero_steps=max(self._few, zero_steps))
 
     def various(self, **options: Any) -> Iterator[Workload]:
@@ -242,12 +236,11 @@ class Drawn:
     def long(self, **options: Any) -> Iterator[Workload]:
         """List a workload of many steps, in buckets that are rearranged after the first one."""
         steps = self.claims.start + LONG
-        yield self._in_buckets(FEW, **{"steps": steps, "drift": 1.0, "rearranged": True, **options})
+        yield self._in_buckets(FEW, steps=steps, drift=1.0, rearranged=True, **options)
 
-    def odd(self) -> Iterator[Workload]:
+    def odd(self) -> list[Workload]:
         """List workloads of one compressed matrix with an odd number of rows or columns between 16 and 64."""
-        for shape in self._odd_shapes():
-            yield self._listed((shape,), steps=self.claims.start + 3)
+        return [self._listed((shape,), steps=self.claims.start + 3) for shape in self._odd_shapes()]
 
     def _in_buckets(self, buckets: Sequence[Sequence[Shape]], **options: Any) -> Workload:
         tensors = tuple(shape for of_bucket in buckets for shape in of_bucket)
@@ -258,10 +251,6 @@ class Drawn:
     def _listed(self, shapes: tuple[Shape, ...], **options: Any) -> Workload:
         workload = Workload(shapes, world_size=self.world_size, dtype=self.dtypes[0], device=self.device)
         return replace(workload, **{"noise": 1.0, "drift": 0.5, "buckets": (), **options})
-
-    def _shapes(self) -> SearchStrategy[Shape]:
-        """Draw shapes. The hook compresses about half of them, even at a high rank."""
-        return shapes() | st.sampled_from(self._compressed_shapes()) if self.claims.exact_shapes else shapes()
 
     def _compressed_shapes(self) -> list[Shape]:
         """List compressed matrices: all with sides in DIMS, or a larger one; and those of _odd_shapes."""

@@ -106,26 +106,26 @@ class Workload:
         if step >= self.steps:
             return [torch.zeros(shape, dtype=self.dtype) for shape in self.shapes]
         source = self.order[rank] if self.order else rank
-        factor = 2.0**self.log2_factor
         drawn_step = step % self.period if self.period else step
-        gradients = []
-        for index, shape in enumerate(self.shapes):
-            gradient = torch.mul(self._draw(drawn_step, source, index), factor).to(self.dtype)
-            if self.masked:
-                gradient[_mask(shape, self.masked, self._seed(index))] = 0.0
-            gradients.append(gradient)
+        drawn = [self._draw(drawn_step, source, index) for index in range(len(self.shapes))]
+        gradients = [(gradient * 2.0**self.log2_factor).to(self.dtype) for gradient in drawn]
+        for index, gradient in enumerate(gradients if self.masked else []):
+            gradient[_mask(self.shapes[index], self.masked, self._seed(index))] = 0.0
         if self.poison is not None and self.poison[:2] == (step, rank):
             poisoned = gradients[self.poison[2]].view(-1)
             poisoned[poisoned.numel() // 2] = self.poison[3]
         return gradients
 
+    @lru_cache(maxsize=64)  # noqa: B019 a few workloads outlive their runs
     def mean(self, step: int) -> list[Tensor]:
         """Return the ranks' mean gradients in float64, by tensor index. They are cached: don't write."""
-        return _means(self, step)
+        return [tensors.mean(0) for tensors in self.stacked(step)]
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def stacked(self, step: int) -> list[Tensor]:
         """Return all ranks' gradients in float64, [world_size, *shape], by tensor index. Don't write."""
-        return _stacked(self, step)
+        ranks = [self.gradients(step, rank) for rank in range(self.world_size)]
+        return [torch.stack(tensors).double() for tensors in zip(*ranks, strict=True)]
 
     def norm(self, step: int, *indices: int) -> float:
         """Compute an upper bound of the largest ‖gradient‖ of these tensors together on any rank."""
@@ -137,7 +137,6 @@ class Workload:
         return sum(math.prod(self.shapes[index]) for index in indices)
 
     def buckets_in(self, step: int) -> tuple[tuple[int, ...], ...]:
-        """Return the buckets of a step."""
         return self.buckets_in_one if self.rearranged and step == 0 else self.buckets
 
     def bucket_of(self, index: int) -> int:
@@ -158,12 +157,10 @@ class Workload:
 
     def __repr__(self) -> str:
         """Format the call that makes this workload, leaving out arguments equal to their defaults."""
-        shown = []
-        for each in fields(self):
-            value = getattr(self, each.name)
-            default = self.buckets_in_one if each.name == "buckets" else each.default
-            if each.repr and value != default:
-                shown.append(f"{each.name}={value!r}")
+        defaults = {each.name: each.default for each in fields(self) if each.repr}
+        defaults["buckets"] = self.buckets_in_one
+        values = {name: getattr(self, name) for name in defaults}
+        shown = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
@@ -200,17 +197,6 @@ class RecordedWorkload(Workload):
 
     def _draw(self, step: int, rank: int, index: int) -> Tensor:
         return self.recorded[step][rank][index].detach().double()
-
-
-@lru_cache(maxsize=64)
-def _stacked(workload: Workload, step: int) -> list[Tensor]:
-    ranks = [workload.gradients(step, rank) for rank in range(workload.world_size)]
-    return [torch.stack(tensors).double() for tensors in zip(*ranks, strict=True)]
-
-
-@lru_cache(maxsize=64)
-def _means(workload: Workload, step: int) -> list[Tensor]:
-    return [tensors.mean(0) for tensors in _stacked(workload, step)]
 
 
 @lru_cache(maxsize=4096)

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from gradcomp.testing import Workload, strategies
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SETTINGS = settings(max_examples=500, derandomize=True, database=None, deadline=None)
 
 
 @settings(SETTINGS, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-@given(strategies.workloads(dtype=strategies.dtypes(), log2_scales=(-6, 6)))
+@given(strategies.workloads(dtype=st.sampled_from(DTYPES), log2_scales=(-6, 6)))
 def test_workloads_are_sound(workload):
     assert eval(repr(workload), {"Workload": Workload, "torch": torch}) == workload
     assert sorted(sum(workload.buckets, ())) == list(range(len(workload.shapes)))
