@@ -16,6 +16,7 @@ import triton
 from .cpu import copy as cpu
 from .cpu import powersgd as cpu_powersgd
 from .cpu import quantize as cpu_quantize
+from .cpu.copy import scale_
 from .device import has_streams
 from .kernels import flatten as flatten_kernel
 from .kernels.powersgd import plan as powersgd_kernels
@@ -216,11 +217,6 @@ class PartsCopy:
         else:
             pairs = [(source[own], target[place]) for own, place in self._parts]
             cpu.copy([own for own, _ in pairs], out=[place for _, place in pairs], scale=scale)
-
-
-def scale_(tensors: Sequence[torch.Tensor], scale: float) -> None:
-    """Multiply tensors of one dtype in place. Each element is rounded once. Call it under torch.no_grad()."""
-    cpu.scale_(tensors, scale)
 
 
 def _in_order(index: int, tensor: torch.Tensor, layout: FlatLayout, copy: bool = True) -> torch.Tensor:

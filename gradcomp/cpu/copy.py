@@ -81,7 +81,7 @@ def copy(tensors: Sequence[torch.Tensor], *, out: Sequence[torch.Tensor], scale:
 
 
 def scale_(tensors: Sequence[torch.Tensor], scale: float) -> None:
-    """Multiply tensors of one dtype in place. Each element is rounded once."""
+    """Multiply tensors of one dtype in place. Each element is rounded once. Call it under torch.no_grad()."""
     if tensors[0].dtype.itemsize > 2 or not tensors[0].is_cpu:
         torch._foreach_mul_(tensors, scale)  # type: ignore[call-overload]
     else:

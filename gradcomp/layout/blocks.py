@@ -105,19 +105,14 @@ class BlockLayout:
         return sections, start
 
 
-def _merged(parts: Iterable[Part]) -> Iterator[Part]:
-    """Yield parts. Parts that are adjacent both in the bucket and in the blocks are merged."""
-    run: Part | None = None
+def _merged(parts: Iterable[Part]) -> list[Part]:
+    """Return parts. Parts that are adjacent both in the bucket and in the blocks are merged."""
+    runs: list[Part] = []
     for part in parts:
-        if run and run.stored.stop == part.stored.start and run.in_bucket.stop == part.in_bucket.start:
-            in_bucket, stored = (
-                slice(run.in_bucket.start, part.in_bucket.stop),
-                slice(run.stored.start, part.stored.stop),
-            )
-            run = Part(run.position, in_bucket, stored)
+        last = runs[-1] if runs else None
+        if last and last.stored.stop == part.stored.start and last.in_bucket.stop == part.in_bucket.start:
+            in_bucket = slice(last.in_bucket.start, part.in_bucket.stop)
+            runs[-1] = Part(last.position, in_bucket, slice(last.stored.start, part.stored.stop))
         else:
-            if run:
-                yield run
-            run = part
-    if run:
-        yield run
+            runs.append(part)
+    return runs

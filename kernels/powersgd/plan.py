@@ -206,8 +206,7 @@ class PowerSGDPlan:
             norms[0, : matrix.rank] = squared
 
     def _field(self, index: int, name: str) -> int:
-        value: int = self._work.fields(index)[name]
-        return value
+        return self._work.fields(index)[name]
 
     def _panel(self, index: int, name: str) -> torch.Tensor:
         """Return a matrix's factor [rows or cols, rank] as a view of its panel. name: p, q or random."""
