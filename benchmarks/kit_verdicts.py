@@ -8,15 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    default_hooks as torch_default_hooks,
-)
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    powerSGD_hook as torch_powerSGD,
-)
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    quantization_hooks as torch_quantization,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powerSGD
+from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_quantization
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.hooks import auto_hook, default_hooks

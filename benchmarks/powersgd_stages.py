@@ -106,9 +106,7 @@ def _after_two_steps(problem: Problem) -> list[torch.Tensor]:
 
 
 @lru_cache(maxsize=1)
-def _plans(
-    problem: Problem,
-) -> list[tuple[ops.PowerSGDPlan, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
+def _plans(problem: Problem) -> list[tuple[ops.PowerSGDPlan, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
     """Make for every bucket its plan, gradient, buffer and the first step's directions."""
     work = []
     for layout, gradient in zip(problem.layouts, problem.gradients(), strict=True):

@@ -81,10 +81,7 @@ def _training(shapes: Sequence[models.Shape], device: torch.device, options: dic
     reducer = Reducer(ours.parameters(), **options)
     wrapped = DistributedDataParallel(theirs, **options)
     return Setup(
-        {
-            "gradcomp": partial(_step, ours, ours, reducer),
-            "torch": partial(_step, wrapped, theirs, None),
-        },
+        {"gradcomp": partial(_step, ours, ours, reducer), "torch": partial(_step, wrapped, theirs, None)},
         reference=lambda: (gradient.double() for gradient in right),
         restore=lambda: torch._foreach_copy_(gradients, right),
     )

@@ -87,12 +87,7 @@ def info(arguments: Sequence[str] | None = None) -> None:
     print(report())
 
 
-COMMANDS = {
-    "info": info,
-    "plan": plan_command.main,
-    "bench": bench_command.main,
-    "report": report_main,
-}
+COMMANDS = {"info": info, "plan": plan_command.main, "bench": bench_command.main, "report": report_main}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,11 +22,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         numel = mib * 2**20 // 4
         for dtype in (torch.float16, torch.bfloat16):
             describe = partial(
-                Case,
-                label=f"{mib} MiB",
-                num_bytes=numel * (4 + 2),
-                baseline="torch",
-                comes_first=mib == 25,
+                Case, label=f"{mib} MiB", num_bytes=numel * (4 + 2), baseline="torch", comes_first=mib == 25
             )
             wire = str(dtype).removeprefix("torch.")
             yield describe(

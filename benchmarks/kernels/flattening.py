@@ -81,11 +81,7 @@ def _gathering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, devi
         for bucket in buckets:
             yield torch.cat([gradient.double() for gradient in bucket.flat_gradients]) * SCALE
 
-    providers = {
-        "gradcomp": gradcomp,
-        "torch_ddp": torch_ddp,
-        "torch_foreach": torch_foreach,
-    }
+    providers = {"gradcomp": gradcomp, "torch_ddp": torch_ddp, "torch_foreach": torch_foreach}
     return Setup(providers, reference, outputs=buffers)
 
 

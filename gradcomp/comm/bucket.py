@@ -41,13 +41,7 @@ class GradBucket:
         replaces it. Hooks see complex gradients as real ones, with a last dimension of 2.
     """
 
-    def __init__(
-        self,
-        index: int,
-        buffer: torch.Tensor,
-        parameters: Sequence[torch.Tensor],
-        is_last: bool,
-    ):
+    def __init__(self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], is_last: bool):
         self._index, self._buffer = index, as_real(buffer)
         self._parameters, self._is_last = parameters, is_last
 

@@ -116,12 +116,7 @@ class FlatAllReduce:
         return self._stages(flat, out, group, _parts(self.layout, unused) if unused else (), gather)
 
     def _stages(
-        self,
-        flat: Tensor,
-        out: Tensor,
-        group: ProcessGroup,
-        unused: Sequence[Part],
-        gather: Gather,
+        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Sequence[Part], gather: Gather
     ) -> Works:
         plan = self.plan
         plan.quantize(flat, group.rank(), unused)

@@ -272,12 +272,7 @@ class CompressorState(SavedState):
         return average_in_place(bucket, group, operation, self._pipeline)
 
     def _average_compressed(
-        self,
-        hook_name: str,
-        bucket: dist.GradBucket,
-        group: dist.ProcessGroup,
-        phase: Phase,
-        own: Bucket,
+        self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, phase: Phase, own: Bucket
     ) -> Future:
         """Average a bucket with the phase's compressor."""
         buffer, step = bucket.buffer(), self._steps.num

@@ -30,9 +30,7 @@ DROPPED_FROM = 1.5
 RISK = 0.05
 
 TOLERANCE = Rule(
-    "a number of at least 0 and below 1",
-    lambda value: type(value) in (int, float) and 0 <= value < 1,
-    float,
+    "a number of at least 0 and below 1", lambda value: type(value) in (int, float) and 0 <= value < 1, float
 )
 TURN = Rule(
     f"an int above {WARM_UP_STEPS}: the first {WARM_UP_STEPS} steps of a turn don't count",

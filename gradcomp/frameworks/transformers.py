@@ -36,12 +36,7 @@ class CommHookCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        state: Any,
-        hook: Callable[..., Any],
-        *,
-        resume_from: str | Path | None = None,
+        self, trainer: Trainer, state: Any, hook: Callable[..., Any], *, resume_from: str | Path | None = None
     ):
         self._trainer, self._resume_from = trainer, resume_from
         self._comm_hook = CommHook(state, hook)

@@ -323,12 +323,7 @@ class AutoState(CompressorState):
             self._slow_on_ranks = ReducedValues(what, [self._num_slow], self._groups(group), self._device)
 
     def _average_compressed(
-        self,
-        hook_name: str,
-        bucket: dist.GradBucket,
-        group: dist.ProcessGroup,
-        phase: Phase,
-        own: Bucket,
+        self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, phase: Phase, own: Bucket
     ) -> Future:
         self._clock.begin_bucket(self._device)
         future = super()._average_compressed(hook_name, bucket, group, phase, own)

@@ -186,11 +186,7 @@ class NamedHook:
             return None, default_hooks.node_wrapper(hook, ranks_per_node) if self.is_hierarchical else hook
         if isinstance(options, QuantizedOptions):
             quantized = QuantizationState(
-                None,
-                options.bits,
-                options.block_size,
-                start_iter=start_iter,
-                ranks_per_node=ranks_per_node,
+                None, options.bits, options.block_size, start_iter=start_iter, ranks_per_node=ranks_per_node
             )
             return quantized, quantization_hook
         power_sgd = PowerSGDState(

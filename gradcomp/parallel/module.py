@@ -85,10 +85,7 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.
 
 
 def check_module(
-    module: nn.Module,
-    named: Mapping[str, torch.Tensor],
-    device_ids: list[Any] | None,
-    output_device: Any,
+    module: nn.Module, named: Mapping[str, torch.Tensor], device_ids: list[Any] | None, output_device: Any
 ) -> list[int] | None:
     """Return the index of the device to move inputs to, in a list; None if they stay where they are.
 

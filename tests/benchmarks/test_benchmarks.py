@@ -10,14 +10,7 @@ import torch
 from benchmarks import __main__ as bench
 from benchmarks import models, outcomes
 from benchmarks.clock import Timing
-from benchmarks.harness import (
-    Case,
-    Setup,
-    WrongResultError,
-    check,
-    elementwise_error,
-    rounding_error,
-)
+from benchmarks.harness import Case, Setup, WrongResultError, check, elementwise_error, rounding_error
 from benchmarks.powersgd_problem import PASSES
 from benchmarks.records import RESULTS, read
 from gradcomp import ops
@@ -32,11 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("model", "num_parameters", "num_elements"),
-    [
-        ("resnet50", 161, 25_557_032),
-        ("bert-large", 391, 335_141_888),
-        ("gpt2-medium", 292, 354_823_168),
-    ],
+    [("resnet50", 161, 25_557_032), ("bert-large", 391, 335_141_888), ("gpt2-medium", 292, 354_823_168)],
 )
 def test_models_have_the_known_sizes(model, num_parameters, num_elements):
     shapes = list(models.MODELS[model]())
@@ -247,12 +236,7 @@ def test_a_run_records_rows_with_every_field(tmp_path):
         assert not [field for field in row if f"`{field}`" not in documented]
         nulls = {field for field, value in row.items() if value is None}
         only_on_cuda = {"compute_capability", "driver", "cuda", "host_us", "host_us_per_bucket"}
-        assert nulls <= only_on_cuda | {
-            "bytes_per_element",
-            "floor_us",
-            "times_floor",
-            "error",
-        }
+        assert nulls <= only_on_cuda | {"bytes_per_element", "floor_us", "times_floor", "error"}
         assert (row["error"] is None) == (row["provider"] == "copy")
     assert {row["provider"] for row in rows} == {"gradcomp", "torch", "copy"}
 

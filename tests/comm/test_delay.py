@@ -25,10 +25,7 @@ CPU = torch.zeros(1)
 def measured(rank, by_rank):
     """Return the round trip that ranks agree on, if a rank measures these times one after another."""
     times = iter(by_rank[rank])
-    with (
-        mock.patch.dict(os.environ),
-        mock.patch.object(exchange, "_measured_s", side_effect=times),
-    ):
+    with mock.patch.dict(os.environ), mock.patch.object(exchange, "_measured_s", side_effect=times):
         del os.environ[GIVEN]
         return round_trip_s(CPU, dist.group.WORLD), round_trip_s(CPU, dist.group.WORLD), len(list(times))
 
@@ -108,10 +105,7 @@ WITH_STATE = {
 
 def trained(rank, name, limit):
     """Return the gradients and averages of four steps."""
-    with (
-        mock.patch.dict(os.environ, {GIVEN: "50"}),
-        mock.patch.object(exchange, "ONE_EXCHANGE_BYTES", limit),
-    ):
+    with mock.patch.dict(os.environ, {GIVEN: "50"}), mock.patch.object(exchange, "ONE_EXCHANGE_BYTES", limit):
         if name in STATELESS:
             hook, state = STATELESS[name], None
         else:

@@ -21,10 +21,7 @@ SHORT_SLEEP_CYCLES = 20_000_000  # between two buckets, so that each is later th
 # allocator's cache.
 NUM_WARM_UP_STEPS = 5
 # The shapes of each bucket of a step: 25 MiB in all on a GPU.
-STEPS_ON_CUDA = {
-    "one bucket": [SHAPES],
-    "three buckets": [SHAPES[:3], [(1024, 512), (512,)], SHAPES[-2:]],
-}
+STEPS_ON_CUDA = {"one bucket": [SHAPES], "three buckets": [SHAPES[:3], [(1024, 512), (512,)], SHAPES[-2:]]}
 STEPS_ON_CPU = {
     "one bucket": [[(256, 192), (9,), (256, 192)]],
     "three buckets": [[(256, 192), (9,)], [(128, 256)], [(192, 160), (7,)]],

@@ -419,8 +419,7 @@ def uneven(rank):
 
 def test_uneven_nodes_are_named(run_ranks):
     with pytest.raises(
-        RankError,
-        match=r"ranks per node \(ranks_per_node=1 .*\) is 2 on ranks 0, 1 and 1 on rank 2",
+        RankError, match=r"ranks per node \(ranks_per_node=1 .*\) is 2 on ranks 0, 1 and 1 on rank 2"
     ):
         run_ranks(uneven, 3)
 

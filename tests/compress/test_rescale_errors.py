@@ -19,10 +19,7 @@ def powersgd(**options):
 KINDS = {
     "int4": (lambda: QuantizationState(bits=4, block_size=16), quantization_hook),
     "int8": (lambda: QuantizationState(bits=8, block_size=16), quantization_hook),
-    "without errors": (
-        lambda: QuantizationState(use_error_feedback=False, block_size=16),
-        quantization_hook,
-    ),
+    "without errors": (lambda: QuantizationState(use_error_feedback=False, block_size=16), quantization_hook),
     "PowerSGD": (powersgd, powerSGD_hook),
     "batched": (powersgd, batched_powerSGD_hook),
     "int8 factors": (lambda: powersgd(factor_dtype=torch.int8, start_bits=8), powerSGD_hook),

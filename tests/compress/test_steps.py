@@ -36,8 +36,5 @@ def end_steps(rank):
 def test_whoever_knows_the_end_of_a_step_ends_it(run_ranks):
     ((steps, messages, is_compared),) = run_ranks(end_steps, 1)
     assert steps == [((n, n > 0), (n + 1, True)) for n in range(4)]
-    assert messages == [
-        "Compression stats: iter 1",
-        "Compression stats: iter 3",
-    ]
+    assert messages == ["Compression stats: iter 1", "Compression stats: iter 3"]
     assert not is_compared  # the group may be another one

@@ -62,16 +62,10 @@ settings(max_examples=3, deadline=None)(test_replicas)()
 }
 
 # Replacements in a page's code, for two ranks on a machine without GPUs.
-INSTEAD = {
-    ("docs/fsdp.md", 1): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"},
-}
+INSTEAD = {("docs/fsdp.md", 1): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"}}
 
 # Blocks that simulate ranks themselves, or need none: they run in a process without a group.
-WITHOUT_GROUP = {
-    ("README.md", 1),
-    *(("docs/testing.md", number) for number in range(5)),
-    ("docs/plan.md", 0),
-}
+WITHOUT_GROUP = {("README.md", 1), *(("docs/testing.md", number) for number in range(5)), ("docs/plan.md", 0)}
 
 # Python that other tests run.
 RUN_ELSEWHERE = {

@@ -92,11 +92,7 @@ def test_no_message_is_listed_twice():
 
 @pytest.mark.parametrize(
     ("quotation", "is_quoted"),
-    [
-        ("bits is …; choose 4 or 8", True),
-        ("bits is …; it must be 2", False),
-        ("to be 4 … bits", False),
-    ],
+    [("bits is …; choose 4 or 8", True), ("bits is …; it must be 2", False), ("to be 4 … bits", False)],
 )
 def test_a_quotation_that_is_not_in_the_source_is_found(quotation, is_quoted):
     (text,) = texts_in(ast.parse("f'{name}: bits is {self.bits!r}; choose 4 or 8'").body[0])

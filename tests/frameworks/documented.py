@@ -149,7 +149,7 @@ INSTEAD = {
     ("lightning", 0): {
         'strategy="ddp"': 'strategy="ddp", accelerator="cpu", devices=2, max_epochs=1, logger=False, '
         "enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
-    },
+    }
 }
 
 

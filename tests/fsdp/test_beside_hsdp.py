@@ -17,15 +17,7 @@ from gradcomp.fsdp import compress_replicas, replicas
 from gradcomp.fsdp.replicas import AllReduceHook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from tests.depth import mixed
-from tests.fsdp.models import (
-    RANKS,
-    Exact,
-    Net,
-    gradients,
-    local,
-    new_grid,
-    sharded,
-)
+from tests.fsdp.models import RANKS, Exact, Net, gradients, local, new_grid, sharded
 from tests.fsdp.scenarios import SCENARIOS, STEPS, differences, step
 from tests.reducer.models import run_cases
 from tests.tolerances import UNIT_ROUNDOFF, average

@@ -13,24 +13,11 @@ from gradcomp.compress import consolidated_state_dict, load_from_dcp, per_rank_s
 from gradcomp.fsdp import compress_reduce_scatter
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.depth import mixed
-from tests.fsdp.models import (
-    RANKS,
-    Net,
-    Sum,
-    batch_of,
-    by_parameter,
-    given_gradients,
-    sharded,
-    weights,
-)
+from tests.fsdp.models import RANKS, Net, Sum, batch_of, by_parameter, given_gradients, sharded, weights
 from tests.hooks.powersgd_runs import Messages
 from tests.reducer.models import run_cases
 
-FORMS = {
-    "4 bits": {"bits": 4},
-    "8 bits": {"bits": 8},
-    "hierarchical": {"bits": 4, "ranks_per_node": 2},
-}
+FORMS = {"4 bits": {"bits": 4}, "8 bits": {"bits": 8}, "hierarchical": {"bits": 4, "ranks_per_node": 2}}
 
 
 def all_shards():

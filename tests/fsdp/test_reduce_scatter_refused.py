@@ -93,11 +93,7 @@ REFUSED = {
         ValueError,
         r"has ranks \[0, 1, 2, 3\], but the shards' group has",
     ),
-    "a used state": (
-        lambda g: (sharded(g.shards), used_state(g)),
-        ValueError,
-        "one state per model",
-    ),
+    "a used state": (lambda g: (sharded(g.shards), used_state(g)), ValueError, "one state per model"),
     "a recorder": (lambda g: (sharded(g.shards), recorded_state()), ValueError, "has a Recorder"),
 }
 if replicate_with_fsdp is not None:
@@ -195,8 +191,7 @@ def differ(rank, odd_rank, what, mesh_name):
     """Call compress_reduce_scatter with another argument or model on odd_rank; return the error message."""
     grid, is_odd = new_grid(), rank == odd_rank
     state = QuantizationState(
-        bits=8 if is_odd and what == "options" else 4,
-        ranks_per_node=2 if is_odd and what == "nodes" else 1,
+        bits=8 if is_odd and what == "options" else 4, ranks_per_node=2 if is_odd and what == "nodes" else 1
     )
     model = Net()
     if is_odd and what == "modules":

@@ -14,10 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from gradcomp import ops, testing
 from gradcomp.comm import exchange
 from gradcomp.hooks import default_hooks, powerSGD_hook
-from tests.hooks.powersgd_oracle import (
-    Bucket,
-    random_gradient,
-)
+from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.kept import directions_in, error_in
 
 START = 2

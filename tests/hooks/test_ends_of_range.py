@@ -24,11 +24,7 @@ NUMEL = sum(math.prod(shape) for shape in SHAPES)
 
 def powersgd(**options):
     return partial(
-        PowerSGDState,
-        matrix_approximation_rank=2,
-        start_powerSGD_iter=2,
-        min_compression_rate=1,
-        **options,
+        PowerSGDState, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1, **options
     )
 
 

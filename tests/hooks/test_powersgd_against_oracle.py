@@ -3,18 +3,8 @@
 import pytest
 import torch
 
-from tests.hooks.powersgd_oracle import (
-    compressed,
-    positions,
-    powersgd_step,
-    relative,
-)
-from tests.hooks.powersgd_runs import (
-    SHAPES,
-    simulate,
-    step_of_both,
-    steps_of_ours,
-)
+from tests.hooks.powersgd_oracle import compressed, positions, powersgd_step, relative
+from tests.hooks.powersgd_runs import SHAPES, simulate, step_of_both, steps_of_ours
 from tests.oracle import projector
 from tests.tolerances import (
     EPSILON_STEP,

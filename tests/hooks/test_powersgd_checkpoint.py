@@ -10,11 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
-from tests.hooks.powersgd_oracle import (
-    Bucket,
-    random_gradient,
-    relative,
-)
+from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import (
     FEW_SHAPES,
     RESUMED,
@@ -27,9 +23,7 @@ from tests.hooks.powersgd_runs import (
 )
 from tests.kept import directions_in, error_in
 from tests.programs import run_python
-from tests.tolerances import (
-    MEAN_ERROR,
-)
+from tests.tolerances import MEAN_ERROR
 
 EXAMPLE = Path(__file__).with_name("documented_checkpoint.py")
 

@@ -13,11 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
-from tests.hooks.powersgd_oracle import (
-    compressed,
-    random_gradient,
-    relative,
-)
+from tests.hooks.powersgd_oracle import compressed, random_gradient, relative
 from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, counted_sums, new_state, run_step
 from tests.kept import error_in
 from tests.programs import ROOT

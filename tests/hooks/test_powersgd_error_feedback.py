@@ -17,12 +17,7 @@ from tests.hooks.powersgd_oracle import (
 )
 from tests.hooks.powersgd_runs import HOOKS, MATRICES, SHAPES, START, simulate, steps_of_ours
 from tests.kept import error_in
-from tests.tolerances import (
-    ONE_STEP,
-    RECOVERY,
-    UNIT_ROUNDOFF,
-    average,
-)
+from tests.tolerances import ONE_STEP, RECOVERY, UNIT_ROUNDOFF, average
 
 
 def assert_nothing_is_lost(ranks, steps, factor_rank):

@@ -110,10 +110,7 @@ def test_bytes_on_the_wire():
             {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16},
             factors * (1 + 2 / 128) / 4 + vectors / 2,
         ),
-        (
-            {"start_bits": 4},
-            factors + vectors + 2 * ((64 * 256 * 2) * (0.5 + 2 / 128) / 4 + vectors),
-        ),
+        ({"start_bits": 4}, factors + vectors + 2 * ((64 * 256 * 2) * (0.5 + 2 / 128) / 4 + vectors)),
     ):
         (_, before, after), _ = run_ranks(sent, 2, options)
         assert before == (3 if "start_bits" in options else 1) * (2 * 64 * 256 + 64)

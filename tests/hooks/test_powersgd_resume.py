@@ -13,10 +13,7 @@ from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook
 from tests.depth import mixed
 from tests.devices import device_of_rank
-from tests.hooks.powersgd_oracle import (
-    Bucket,
-    random_gradient,
-)
+from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.powersgd_runs import (
     FEW_SHAPES,
     HOOKS,

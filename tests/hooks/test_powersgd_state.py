@@ -8,13 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from gradcomp.hooks import powerSGD_hook
-from tests.hooks.powersgd_oracle import (
-    Bucket,
-    compressed,
-    positions,
-    random_gradient,
-    relative,
-)
+from tests.hooks.powersgd_oracle import Bucket, compressed, positions, random_gradient, relative
 from tests.hooks.powersgd_runs import (
     COMMON,
     FEW_SHAPES,
@@ -27,9 +21,7 @@ from tests.hooks.powersgd_runs import (
     simulate,
 )
 from tests.kept import directions_in, error_in
-from tests.tolerances import (
-    ONE_STEP,
-)
+from tests.tolerances import ONE_STEP
 
 
 @pytest.mark.parametrize(
@@ -37,11 +29,7 @@ from tests.tolerances import (
 )
 @pytest.mark.parametrize("start", [1, 0, -3])
 def test_compression_that_starts_too_early(error_feedback, warm_start, start):
-    options = {
-        "start_powerSGD_iter": start,
-        "use_error_feedback": error_feedback,
-        "warm_start": warm_start,
-    }
+    options = {"start_powerSGD_iter": start, "use_error_feedback": error_feedback, "warm_start": warm_start}
     message = (
         r"Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
         r"because PowerSGD can only be applied after the first two iterations in DDP\."

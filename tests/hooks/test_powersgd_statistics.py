@@ -4,18 +4,8 @@ import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from gradcomp.hooks import powerSGD_hook
-from tests.hooks.powersgd_oracle import (
-    Bucket,
-    random_gradient,
-)
-from tests.hooks.powersgd_runs import (
-    COMMON,
-    FEW_SHAPES,
-    OTHER_SHAPES,
-    START,
-    Messages,
-    new_state,
-)
+from tests.hooks.powersgd_oracle import Bucket, random_gradient
+from tests.hooks.powersgd_runs import COMMON, FEW_SHAPES, OTHER_SHAPES, START, Messages, new_state
 
 
 def count(rank, name, hook_name, options, steps):

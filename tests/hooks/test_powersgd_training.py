@@ -10,14 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.hooks import powerSGD_hook
 from tests.depth import everyday, mixed
 from tests.devices import device_of_rank
-from tests.hooks.powersgd_oracle import (
-    Bucket,
-    random_gradient,
-)
-from tests.hooks.powersgd_runs import (
-    HOOKS,
-    START,
-)
+from tests.hooks.powersgd_oracle import Bucket, random_gradient
+from tests.hooks.powersgd_runs import HOOKS, START
 from tests.hooks.test_default_hooks import Net, backward, flat_grads
 from tests.reducer.models import run_cases
 

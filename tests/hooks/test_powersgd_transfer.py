@@ -10,15 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from gradcomp.hooks import powerSGD_hook
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
-from tests.hooks.powersgd_runs import (
-    FEW_SHAPES,
-    OTHER_SHAPES,
-    START,
-    Messages,
-    equal,
-    new_state,
-    reload,
-)
+from tests.hooks.powersgd_runs import FEW_SHAPES, OTHER_SHAPES, START, Messages, equal, new_state, reload
 from tests.hooks.test_default_hooks import Net
 from tests.hooks.test_powersgd_resume import continue_training, make_trainer, parameters_of
 from tests.kept import error_in

@@ -13,10 +13,7 @@ from gradcomp.hooks import powerSGD_hook
 from gradcomp.hooks.default_hooks import fp16_compress_wrapper
 from tests.kept import entry_of
 
-HOOKS = {
-    "powerSGD": powerSGD_hook.powerSGD_hook,
-    "batched": powerSGD_hook.batched_powerSGD_hook,
-}
+HOOKS = {"powerSGD": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
 SIZE, START, STEPS = 24, 2, 60
 
 

@@ -17,11 +17,7 @@ from tests.programs import users_environment
 
 ROOT = Path(__file__).parents[2]
 # How often a kernel that walks through M loads and stores a tile of the gradient or of the error memory.
-TILES_MOVED = {
-    "_project_kernel": (2, 1),
-    "_back_project_kernel": (1, 0),
-    "_reconstruct_kernel": (0, 1),
-}
+TILES_MOVED = {"_project_kernel": (2, 1), "_back_project_kernel": (1, 0), "_reconstruct_kernel": (0, 1)}
 PANEL_KERNELS = ("_gram_kernel", "_orthonormalize_kernel", "_orthonormalize_blocks_kernel")
 # How often a thread of the quantized all-reduce's kernels loads and stores 128 bits: gradients, errors and
 # exact elements, and at 8 bits codes, too. A thread holds 64 bytes of a tile of gradients or errors in fp32.

@@ -140,10 +140,7 @@ def no_state():
 
 
 def test_a_compiled_backward_is_refused_with_what_to_do(run_ranks):
-    cases = [
-        ("gradcomp", None, no_state, True, {}),
-        ("reducer", None, no_state, PYTHON_REDUCER, {}),
-    ]
+    cases = [("gradcomp", None, no_state, True, {}), ("reducer", None, no_state, PYTHON_REDUCER, {})]
     for results in run_ranks(run_cases, 2, in_compiled_autograd, cases):
         for case, (error, message) in zip(cases, results, strict=True):
             assert error is RuntimeError, (case, message)

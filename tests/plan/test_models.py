@@ -146,11 +146,7 @@ class Unsafe:
         ("text.pt", b"hello", "can't be read: "),
         ("text.safetensors", b"\x05\0\0\0\0\0\0\0hello", "can't be read: JSONDecodeError"),
         ("short.safetensors", b"hell", "can't be read: JSONDecodeError"),
-        (
-            "long.safetensors",
-            b"hello" * 100,
-            "can't be read: JSONDecodeError",
-        ),
+        ("long.safetensors", b"hello" * 100, "can't be read: JSONDecodeError"),
         ("list.safetensors", b"\x03\0\0\0\0\0\0\0[1]", "can't be read: IndexError"),
         ("other.safetensors", b'\x08\0\0\0\0\0\0\0{"a":{}}', "can't be read: KeyError"),
         ("empty.pt", b"", "can't be read: "),

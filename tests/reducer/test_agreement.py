@@ -37,9 +37,7 @@ OF_THE_WRAPPER = [
     ),
     ("forward_sync_buffers", None, False, r"forward_sync_buffers .* is true on rank 0 and false"),
 ]
-OF_THE_REDUCER = [
-    ("first_bucket_cap_mb", 1, 2, "first_bucket_cap_mb is 1.0 on rank 0 and 2.0 on rank"),
-]
+OF_THE_REDUCER = [("first_bucket_cap_mb", 1, 2, "first_bucket_cap_mb is 1.0 on rank 0 and 2.0 on rank")]
 
 
 def said_by(function, *arguments):
@@ -128,10 +126,7 @@ HOOKS = [
         r'"torch\.distributed\.algorithms\.ddp_comm_hooks\.default_hooks\.fp16_compress_hook" on rank 1',
     ),
     (
-        lambda rank: (
-            power(rank),
-            (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook)[rank],
-        ),
+        lambda rank: (power(rank), (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook)[rank]),
         r"powerSGD_hook\.powerSGD_hook\" on rank 0 and .*batched_powerSGD_hook\" on rank 1",
     ),
     (

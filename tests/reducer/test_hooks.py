@@ -30,10 +30,7 @@ def with_torchs_hook(rank, name):
     return [torch.cat([p.grad.flatten() for p in each.parameters()]) for each in (local, model)]
 
 
-@pytest.mark.parametrize(
-    ("hook", "tolerance"),
-    [("allreduce", 1e-6), ("fp16", 1e-2), ("powerSGD", 0.9)],
-)
+@pytest.mark.parametrize(("hook", "tolerance"), [("allreduce", 1e-6), ("fp16", 1e-2), ("powerSGD", 0.9)])
 def test_hooks_of_torchs_and_ours(run_ranks, hook, tolerance):
     """Every hook returns equal averages on all ranks, and approximates the mean."""
     ranks = run_ranks(with_torchs_hook, 2, hook)

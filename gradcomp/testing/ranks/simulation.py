@@ -35,14 +35,7 @@ from torch import Tensor
 
 from gradcomp.testing.ranks import c10d
 from gradcomp.testing.ranks.collectives import REDUCTIONS, Call, SimulatedProcessGroup, SimulatedWork
-from gradcomp.testing.ranks.scheduler import (
-    CollectiveMismatch,
-    RankError,
-    Scheduler,
-    Task,
-    call_site,
-    shown,
-)
+from gradcomp.testing.ranks.scheduler import CollectiveMismatch, RankError, Scheduler, Task, call_site, shown
 
 _one_at_a_time = threading.Lock()  # a simulation exchanges the process's default group
 _first_names = count(1_000_000, 1_000_000)

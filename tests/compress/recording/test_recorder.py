@@ -172,9 +172,7 @@ def test_the_first_compressed_step_has_the_relative_error_of_compression_report(
     found, _ = simulate(run, 2)
     assert found < 0.6
     report = compression_report(
-        hook,
-        gradients,
-        make_state=lambda group: powerSGD_hook.PowerSGDState(group, **POWERSGD),
+        hook, gradients, make_state=lambda group: powerSGD_hook.PowerSGDState(group, **POWERSGD)
     )
     # The two project on different random directions.
     assert math.isclose(found, report.overall.relative_error, rel_tol=SKETCHED_RATIO)

@@ -41,10 +41,7 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(powersgd_work, "NUM_PROGRAMS", dict.fromkeys(powersgd_work.NUM_PROGRAMS, 4))
 
 
-STEPS = [
-    *((FP32, 3, 2), (BF16, 16, 1), (FP64, 3, 1)),
-    *((FP32, 1, 1), (FP32, 16, 1), (BF16, 3, 1)),
-]
+STEPS = [*((FP32, 3, 2), (BF16, 16, 1), (FP64, 3, 1)), *((FP32, 1, 1), (FP32, 16, 1), (BF16, 3, 1))]
 
 
 @pytest.mark.parametrize(("dtype", "rank", "world_size"), everyday(STEPS[:3], STEPS), ids=str)

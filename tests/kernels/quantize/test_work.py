@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradcomp.kernels.quantize import work as quantize_work
-from gradcomp.kernels.quantize.work import (
-    BLOCKS,
-    COPY,
-    WORK_FIELDS,
-    QuantizedWork,
-    padded_size,
-    tile_shape,
-)
+from gradcomp.kernels.quantize.work import BLOCKS, COPY, WORK_FIELDS, QuantizedWork, padded_size, tile_shape
 from gradcomp.layout import BlockLayout
 from tests.depth import everyday
 from tests.kernels.waves import MAX_WASTE, MULTIPROCESSORS, mean_wastes, waste
