@@ -6,20 +6,18 @@ import argparse
 import importlib
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from .hooks.named_hooks import NamedHook
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.HelpFormatter(prog, max_help_position=28)
 
 
 class OneLineParser(argparse.ArgumentParser):
     """A parser that reports an error in one line, then exits with status 2. Its help texts are aligned."""
 
     def __init__(self, **options: Any):
-        super().__init__(**{"formatter_class": _formatter, **options})
+        aligned_help = partial(argparse.HelpFormatter, max_help_position=28)
+        super().__init__(**{"formatter_class": aligned_help, **options})
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: error: {message}\n")

@@ -145,7 +145,7 @@ def flatten(
         _check_list("flatten", tensors, layout, out)
     if runs_triton(out.device) and not out.is_complex():
         ordered = [_in_order(i, tensor, layout) for i, tensor in enumerate(tensors)]
-        flatten_kernel.flatten(ordered, _tables_of(layout, out.device, to_flat=True), out=out, scale=scale)
+        flatten_kernel.copy(ordered, _tables_of(layout, out.device, to_flat=True), out, scale=scale)
     else:
         cpu.copy(tensors, out=parts or _parts(out, layout), scale=scale)
     return out
@@ -170,9 +170,8 @@ def unflatten(
         _check_list("unflatten", out, layout, flat)
     if runs_triton(flat.device) and not flat.is_complex():
         ordered = [_in_order(i, tensor, layout, copy=False) for i, tensor in enumerate(out)]
-        flatten_kernel.unflatten(
-            flat, _tables_of(layout, flat.device, to_flat=False), out=ordered, scale=scale
-        )
+        tables = _tables_of(layout, flat.device, to_flat=False)
+        flatten_kernel.copy(ordered, tables, flat, scale=scale, to_flat=False)
         for tensor, source in zip(out, ordered, strict=True):
             if source is not tensor:
                 tensor.copy_(source)
@@ -213,7 +212,7 @@ class PartsCopy:
     def __call__(self, source: torch.Tensor, target: torch.Tensor, scale: float) -> None:
         """Write scale · each part to its place, rounded once to the target's dtype. Both are 1-D."""
         if self._tables is not None:
-            flatten_kernel.flatten([source], self._tables, out=target, scale=scale)
+            flatten_kernel.copy([source], self._tables, target, scale=scale)
         else:
             pairs = [(source[own], target[place]) for own, place in self._parts]
             cpu.copy([own for own, _ in pairs], out=[place for _, place in pairs], scale=scale)

@@ -129,25 +129,19 @@ def compile_flatten(dtype: torch.dtype, device: torch.device, *, to_flat: bool) 
         _launch([flat], tables, flat, 1.0, to_flat=to_flat).compile()
 
 
-def flatten(
-    tensors: Sequence[torch.Tensor], tables: FlattenTables, *, out: torch.Tensor, scale: float = 1.0
+def copy(
+    tensors: Sequence[torch.Tensor],
+    tables: FlattenTables,
+    flat: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    to_flat: bool = True,
 ) -> None:
-    """Write scale · the tensors' elements to out, one tensor after another, in one launch.
+    """Write scale · the tensors' elements to flat, one tensor after another, or the reverse, in one launch.
 
-    tensors: one floating-point dtype, on out's device, without gaps. Each is read in the order of its memory.
+    tensors: one floating-point dtype, on flat's device, without gaps, each in the order of its memory.
     tables: the FlattenTables of these tensors.
-    out: contiguous, 1-D, any floating-point dtype. Each element is rounded to it once.
-    """
-    with launching_on(out.device):
-        _launch(tensors, tables, out, scale, to_flat=True)()
-
-
-def unflatten(
-    flat: torch.Tensor, tables: FlattenTables, *, out: Sequence[torch.Tensor], scale: float = 1.0
-) -> None:
-    """Write scale · flat to the tensors of out, one after another, in one launch: the reverse of flatten.
-
-    flat, tables, out: flatten's out, tables and tensors.
+    flat: contiguous, 1-D, any floating-point dtype. Each element is rounded once.
     """
     with launching_on(flat.device):
-        _launch(out, tables, flat, scale, to_flat=False)()
+        _launch(tensors, tables, flat, scale, to_flat=to_flat)()

@@ -33,7 +33,7 @@ def run_locally(arguments: Sequence[str], num_ranks: int) -> int:
 
     Returns 0 if every process ends with 0, else the exit status of the first that doesn't.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         places = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, STORE_VARIABLE: f"{folder}/store"}
         try:
@@ -45,10 +45,6 @@ def run_locally(arguments: Sequence[str], num_ranks: int) -> int:
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
     return 0
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _run_as(rank: int, arguments: Sequence[str], places: Mapping[str, object]) -> None:

@@ -26,40 +26,13 @@ def silenced() -> Iterator[None]:
         _num_silencers -= 1
 
 
-def announce_start(
-    what: str,
-    step: int,
-    gradient_bytes: int,
-    sent_bytes: int,
-    group: dist.ProcessGroup | None,
-    nodes: str | None,
-    *,
-    is_resumed: bool = False,
-    round_trip_s: float | None = None,
-) -> None:
-    """Announce on rank 0 that a state has begun to compress, and how many bytes that saves.
-
-    what: the algorithm's name.
-    step: the number of the first compressed step.
-    gradient_bytes: the bytes of that step's gradients.
-    sent_bytes: the bytes that a rank sends in that step; with nodes, a node.
-    nodes: the nodes in words; None if the state averages without nodes.
-    is_resumed: whether a checkpoint says that it had begun before.
-    round_trip_s: of the links, if they have a delay.
-    """
-    begins = f"continues to compress at step {step}" if is_resumed else f"compresses from step {step} on"
-    delay = "" if round_trip_s is None else f"; a message and its answer take {round_trip_s * 1e3:.0f} ms"
-    say(f"{what} {begins}: {_saved(gradient_bytes, sent_bytes, nodes)}{delay}", group)
-
-
-def _saved(gradient_bytes: int, sent_bytes: int, nodes: str | None) -> str:
+def saved_bytes(gradient_bytes: int, sent_bytes: int) -> str:
+    """Say how many bytes are sent, and how many times fewer these are."""
     if sent_bytes < gradient_bytes:
         rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
     else:
         rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
-    per = "rank" if nodes is None else f"node, between {nodes}"
-    sizes = f"{shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)} per step and {per}"
-    return f"{rate}, {sizes}"
+    return f"{rate}, {shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)}"
 
 
 def shown_bytes(num_bytes: float) -> str:

@@ -10,7 +10,6 @@ import gc
 import hashlib
 import re
 from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -60,7 +59,14 @@ class ParameterKeys:
 
         Raises TypeError for anything but pairs of a name and a tensor.
         """
-        pairs = [_pair(each) for each in named_parameters]
+        pairs = list(named_parameters)
+        for each in pairs:
+            is_pair = isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)
+            if not (is_pair and isinstance(each[1], torch.Tensor)):
+                raise TypeError(
+                    "number_parameters takes model.named_parameters(), pairs of a name and a tensor, got "
+                    f"{type(each).__name__}"
+                )
         names = [_WRAPPERS.sub("", name) for name, _ in pairs]
         while names and all(name.startswith(_DDP) for name in names):
             names = [_WRAPPERS.sub("", name.removeprefix(_DDP)) for name in names]
@@ -112,15 +118,3 @@ class ParameterKeys:
         if not set(keys).isdisjoint(self._key_of.values()):
             gc.collect()  # frees a deleted model that still has these keys, perhaps on some ranks only
         return set(keys).intersection(self._key_of.values())
-
-
-def _pair(given: Any) -> tuple[str, torch.Tensor]:
-    """Return a name and its tensor. Raises TypeError for anything else."""
-    if isinstance(given, tuple) and len(given) == 2:
-        name, parameter = given
-        if isinstance(name, str) and isinstance(parameter, torch.Tensor):
-            return name, parameter
-    raise TypeError(
-        f"number_parameters takes model.named_parameters(), pairs of a name and a tensor, got "
-        f"{type(given).__name__}"
-    )

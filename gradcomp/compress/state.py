@@ -31,7 +31,7 @@ from ..comm.process_group import Explaining, joined_group
 from ..comm.streams import Future
 from ..rules import described
 from .agreement import agree
-from .announcement import announce_start, say, unclaimed_entries, with_keys
+from .announcement import saved_bytes, say, unclaimed_entries, with_keys
 from .compressor import BucketSpec, Compressor
 from .parameter_states import Bucket
 from .saved_state import SavedState
@@ -192,16 +192,14 @@ class CompressorState(SavedState):
         sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
         """
         self._announced.add(phase.name)
-        announce_start(
-            phase.name,
-            self.iter,
-            gradient_bytes,
-            sent_bytes,
-            joined_group(self.process_group),
-            self._nodes and self._nodes[1],
-            is_resumed=self._is_resumed and self.iter > self.start_iter,
-            round_trip_s=self._round_trip_s if self._round_trip_s >= MIN_DELAY_S else None,
-        )
+        is_resumed = self._is_resumed and self.iter > self.start_iter
+        begins, on = ("continues to compress at", "") if is_resumed else ("compresses from", " on")
+        saved = saved_bytes(gradient_bytes, sent_bytes)
+        per = "rank" if self._nodes is None else f"node, between {self._nodes[1]}"
+        text = f"{phase.name} {begins} step {self.iter}{on}: {saved} per step and {per}"
+        if self._round_trip_s >= MIN_DELAY_S:
+            text += f"; a message and its answer take {self._round_trip_s * 1e3:.0f} ms"
+        say(text, joined_group(self.process_group))
         if sent_bytes >= gradient_bytes:
             logger_of(self).warning("%s saves no bytes%s.", phase.name, self._why_nothing_is_saved())
 

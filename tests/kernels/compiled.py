@@ -135,9 +135,9 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
     tables = flatten.FlattenTables([(0, 0, 0, 1)], 1, torch.device("cpu"))
     for tensor, flat in [(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP64, FP64), (BF16, FP32), (FP16, FP32)]:
         tensors, buffer = [torch.zeros(1, dtype=tensor)], torch.zeros(1, dtype=flat)
-        flatten.flatten(tensors, tables, out=buffer)
+        flatten.copy(tensors, tables, buffer)
         yield f"{TYPE_NAMES[tensor]}->{TYPE_NAMES[flat]}"
-        flatten.unflatten(buffer, tables, out=tensors)
+        flatten.copy(tensors, tables, buffer, to_flat=False)
         yield f"{TYPE_NAMES[tensor]}<-{TYPE_NAMES[flat]}"
     for dtype, rank, feedback in powersgd:
         layout = PowerSGDLayout(SHAPES, rank, 1)

@@ -166,10 +166,10 @@ def test_offsets_beyond_2_to_the_31(device):
     flat = torch.empty(start + 5, dtype=torch.float16, device=device)
     source = torch.arange(1, 6, dtype=torch.float16, device=device)
     tables = flatten_kernel.FlattenTables([(0, 0, start, 5)], 1, device)
-    flatten_kernel.flatten([source], tables, out=flat, scale=2.0)
+    flatten_kernel.copy([source], tables, flat, scale=2.0)
     assert flat[start:].tolist() == [2, 4, 6, 8, 10]
     back = torch.zeros(5, dtype=torch.float16, device=device)
-    flatten_kernel.unflatten(flat, tables, out=[back], scale=0.5)
+    flatten_kernel.copy([back], tables, flat, scale=0.5, to_flat=False)
     assert torch.equal(back, source)
 
 

@@ -43,15 +43,6 @@ def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -
     )
 
 
-def register_backend(new_group: Callable[[Sequence[int]], dist.ProcessGroup]) -> None:
-    """Make dist.new_group call new_group(global_ranks) on each rank of the new group."""
-
-    def create(options: Any, _: Any) -> dist.ProcessGroup:
-        return new_group(options.global_ranks_in_group)
-
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
-
-
 class Identity:
     """The rank that this process stands for: its default group and the state of torch's CPU generator.
 

@@ -195,10 +195,11 @@ def _issuers(members: dict[int, SimulatedWork]) -> list[str]:
     return [f"  rank {work.rank}: {work.call}\n{shown(work.site)}" for _, work in sorted(members.items())]
 
 
-def _new_group(ranks: Sequence[int]) -> SimulatedProcessGroup:
+def _new_group(options: Any, _: Any) -> dist.ProcessGroup:
+    """Make the running rank's process group, for dist.new_group."""
     world = dist.group.WORLD
     assert isinstance(world, SimulatedProcessGroup)
-    return world.network.new_group(ranks)
+    return world.network.new_group(options.global_ranks_in_group)
 
 
-c10d.register_backend(_new_group)
+dist.Backend.register_backend(c10d.BACKEND, _new_group, extended_api=True, devices=["cpu", "cuda"])
