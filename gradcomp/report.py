@@ -64,7 +64,12 @@ def runs_of(recordings: Iterable[Recording]) -> list[Recording]:
 
 def report(run: Recording) -> str:
     """Return the lines about a run: totals, choices of an AutoState, and a table over the steps."""
-    steps = [_step(number, list(rows)) for number, rows in groupby(run.rows, key=lambda row: row["step"])]
+    steps: list[Step] = []  # values of whole steps, and the median time of their buckets
+    for number, each in groupby(run.rows, key=lambda row: row["step"]):
+        rows = list(each)
+        times = [row["time_ms"] for row in rows if row["time_ms"] is not None]
+        more = {"step": number, "compressed": any(row["compressed"] for row in rows)}
+        steps.append({**whole_step(rows), **more, "time_ms": median(times) if times else None})
     options = {name: value for name, value in run.options.items() if value is not None}
     totals = {
         "options": ", ".join(f"{name} = {value}" for name, value in options.items()) or "none",
@@ -75,14 +80,6 @@ def report(run: Recording) -> str:
     lines = [f"{run.algorithm}, rank {run.rank} of {run.world_size}"]
     lines += [f"  {name:<{width}}  {value}" for name, value in totals.items()]
     return "\n".join([*lines, "", *_table(steps)])
-
-
-def _step(number: int, rows: list[dict[str, Any]]) -> Step:
-    """Return the values of a whole step: those of whole_step, and the median time of its buckets."""
-    times = [row["time_ms"] for row in rows if row["time_ms"] is not None]
-    is_compressed = any(row["compressed"] for row in rows)
-    time_ms = median(times) if times else None
-    return {**whole_step(rows), "step": number, "compressed": is_compressed, "time_ms": time_ms}
 
 
 def _totals(run: Recording, steps: list[Step]) -> dict[str, str]:

@@ -71,14 +71,9 @@ def on_side_stream(device: torch.device, function: Callable[[], T]) -> T:
         torch.cuda.set_stream(current)
 
 
-def devices_of_future(device: torch.device) -> list[int | str | torch.device] | None:
-    """Return the devices with whose streams a future of a tensor on this device is ordered; None if none."""
-    return [device] if has_streams(device) else None
-
-
 def completed(device: torch.device, result: torch.Tensor) -> Future:
     """Return a future that holds the result. Waiting for it waits for the current stream's work so far."""
-    future: Future = torch.futures.Future(devices=devices_of_future(device))
+    future: Future = torch.futures.Future(devices=[device] if has_streams(device) else None)
     future.set_result(result)
     return future
 

@@ -84,11 +84,6 @@ class Bucket:
         """
         return bool(self.sent) or any(error is not None for error in self.pending.values())
 
-    @property
-    def is_dead(self) -> bool:
-        """True if all its parameters have been deleted."""
-        return all(ref() is None for ref in self.parameters)
-
     def is_unchanged_for(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
         """Return whether the parameters are these, in this order, and dtype, options and shapes are equal."""
         if self.dtype != dtype or len(self.parameters) != len(parameters):
@@ -307,7 +302,11 @@ class ParameterStates:
         """Forget the buckets of deleted parameters, except those that the ending step has used."""
         self._of_last_step, self._of_step = self._of_step, {}
         of_step = list(map(id, self._of_last_step.values()))
-        self._buckets = [each for each in self._buckets if id(each) in of_step or not each.is_dead]
+        self._buckets = [
+            each
+            for each in self._buckets
+            if id(each) in of_step or any(ref() is not None for ref in each.parameters)
+        ]
 
     # --- entries ---
 

@@ -92,8 +92,22 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
         compress_reduce_scatter(model, QuantizationState(bits=4))
     """
     groups, shard_group = _checked_groups(model)
-    _check_state(state, shard_group)
-    _require_torch()
+    if not isinstance(state, CompressorState) or not state.can_reduce_scatter:
+        raise TypeError(
+            f"{_WHOSE} takes a QuantizationState, got {state!r}. PowerSGD and other compressors average a "
+            "whole bucket on every rank, in all-reduces: use them between replicas, with compress_replicas"
+        )
+    check_state(_WHOSE, state, shard_group, "the shards' group")
+    if state.recorder is not None:
+        raise ValueError(
+            f"{_WHOSE}: the state has a Recorder, but sums of shards are no averages to record: detach it"
+        )
+    for name in _METHODS:
+        if not hasattr(FSDPModule, name):
+            raise RuntimeError(
+                f"{_WHOSE} needs FSDPModule.{name}, which torch {torch.__version__} lacks: use torch 2.13 or "
+                "newer"
+            )
     replicate_group = groups[0].replicate_group
     for each in (shard_group, replicate_group):
         if each is not None:
@@ -113,15 +127,6 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
     for index, group in enumerate(groups):
         group.install_reduce_scatter(CompressedReduceScatter(index, group, sums))
     call_after_backward(model, sums.end_of_backward)
-
-
-def _require_torch() -> None:
-    missing = [name for name in _METHODS if not hasattr(FSDPModule, name)]
-    if missing:
-        raise RuntimeError(
-            f"{_WHOSE} needs FSDPModule.{missing[0]}, which torch {torch.__version__} lacks: use torch "
-            "2.13 or newer"
-        )
 
 
 def _checked_groups(model: Any) -> tuple[list[ParamGroup], dist.ProcessGroup]:
@@ -146,16 +151,3 @@ def _checked_groups(model: Any) -> tuple[list[ParamGroup], dist.ProcessGroup]:
                 f"another process group: {_WHOSE} takes a model that is sharded over one mesh"
             )
     return groups, shard_group
-
-
-def _check_state(state: Any, shard_group: dist.ProcessGroup) -> None:
-    if not isinstance(state, CompressorState) or not state.can_reduce_scatter:
-        raise TypeError(
-            f"{_WHOSE} takes a QuantizationState, got {state!r}. PowerSGD and other compressors average a "
-            "whole bucket on every rank, in all-reduces: use them between replicas, with compress_replicas"
-        )
-    check_state(_WHOSE, state, shard_group, "the shards' group")
-    if state.recorder is not None:
-        raise ValueError(
-            f"{_WHOSE}: the state has a Recorder, but sums of shards are no averages to record: detach it"
-        )

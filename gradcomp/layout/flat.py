@@ -24,7 +24,11 @@ class FlatLayout:
         self.shapes = tuple(tuple(shape) for shape in shapes)
         given = map(_row_major, self.shapes) if strides is None else strides
         self.strides = tuple(tuple(each) for each in given)
-        self.are_row_major = tuple(map(_is_row_major, self.shapes, self.strides))
+        # Without gaps; strides of dimensions of length 1 don't matter.
+        self.are_row_major = tuple(
+            all(length == 1 or each == expected for length, each, expected in zip(*row, strict=True))
+            for row in zip(self.shapes, self.strides, map(_row_major, self.shapes), strict=True)
+        )
         self.numels = tuple(math.prod(shape) for shape in self.shapes)
         *offsets, self.numel = accumulate(self.numels, initial=0)
         self.offsets = tuple(offsets)
@@ -92,9 +96,3 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides that torch gives a contiguous tensor of this shape."""
     steps = accumulate(reversed([max(length, 1) for length in shape[1:]]), operator.mul, initial=1)
     return tuple(reversed(list(steps)))[len(shape) == 0 :]
-
-
-def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether strides without gaps are row-major; strides of dimensions of length 1 don't matter."""
-    pairs = zip(shape, strides, _row_major(shape), strict=True)
-    return all(length == 1 or stride == expected for length, stride, expected in pairs)

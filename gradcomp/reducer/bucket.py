@@ -82,7 +82,12 @@ class Bucket:
         # Otherwise the first backward would compile.
         ops.compile_flatten(self.buffer.dtype, self.buffer.device, also_unflatten=not as_view)
         parts = self.buffer.split(numels)
-        self.views = [_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        # With the parameters' strides if they leave no gaps.
+        strides = [torch.empty_like(parameter, device="meta").stride() for parameter in parameters]
+        self.views = [
+            part.as_strided(parameter.shape, stride, part.storage_offset())
+            for part, parameter, stride in zip(parts, parameters, strides, strict=True)
+        ]
         self._addresses = [view.data_ptr() for view in self.views]
         self._expected = torch.strided, parameters[0].dtype, parameters[0].device
         self._apart: set[int] = set()  # positions of gradients that are never views
@@ -203,12 +208,6 @@ class Bucket:
                 self._run_of[ends] = _Run(where, layout, part, views)
             yield self._run_of[ends]
             start = stop
-
-
-def _like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part as a view of the parameter's shape, with its strides if they leave no gaps."""
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return part.as_strided(parameter.shape, strides, part.storage_offset())
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -169,8 +169,15 @@ def _serve(connection: Connection, rank: int, stack: Path) -> None:
                 world_size, path, timeout_s, payload = connection.recv()
             except EOFError:
                 return
-            # An error here must end the process: c10d would keep half a group.
-            _join(rank, world_size, path, timeout_s)
+            # A new default group, without state of an earlier call. An error here must end the process: c10d
+            # would keep half a group.
+            if dist.is_initialized():  # no peer needs it any more
+                dist.destroy_process_group()
+            # Longer than the pool's time-out: if ranks wait for ever, the pool reports all ranks' stacks.
+            timeout = timedelta(seconds=timeout_s + 60)
+            store = dist.FileStore(path, world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.barrier()  # otherwise a rank could fail while its peers are still connecting
             try:
                 function, arguments = pickle.loads(payload)
                 torch.default_generator.manual_seed(rank)
@@ -178,14 +185,3 @@ def _serve(connection: Connection, rank: int, stack: Path) -> None:
             except BaseException:
                 connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
                 dist.destroy_process_group()  # makes peers that wait for this rank fail, too
-
-
-def _join(rank: int, world_size: int, path: str, timeout_s: float) -> None:
-    """Initialize a new default group, without state of an earlier call."""
-    if dist.is_initialized():  # no peer needs it any more
-        dist.destroy_process_group()
-    # Longer than the pool's time-out: if ranks wait for ever, the pool reports the stacks of all ranks.
-    timeout = timedelta(seconds=timeout_s + 60)
-    store = dist.FileStore(path, world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    dist.barrier()  # otherwise a rank could fail while its peers are still connecting
