@@ -119,9 +119,10 @@ def measure(
         backend="gloo" if is_gloo else "nccl",
     )
     handed = {form.name: traffic(buckets, form, network, dtype).collective_bytes for form in forms}
+    cpu = f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
     return Measurements(
         date_utc=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        device=device_name(group.device),
+        device=torch.cuda.get_device_name(group.device) if has_streams(group.device) else cpu,
         backend=group.backend,
         world_size=group.world_size,
         ranks_per_node=group.ranks_per_node,
@@ -139,13 +140,6 @@ def measure(
         link=link,
         hooks=[HookTime.of(name, each, handed.get(name, 0.0)) for name, each in samples.items()],
     )
-
-
-def device_name(device: torch.device) -> str:
-    """Describe a device."""
-    if has_streams(device):
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def table(found: Measurements, max_loss: float) -> str:

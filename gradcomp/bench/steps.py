@@ -21,8 +21,6 @@ from .workloads import Workload
 
 # States compress from this step on: the earliest that PowerSGDState accepts.
 FIRST_COMPRESSED_STEP = 2
-
-
 NOOP = "noop"  # the name of a step without any communication
 
 

@@ -248,9 +248,8 @@ class QuantizedPlan:
         scales, chunks = payload[self._scales_at].view(torch.bfloat16), []
         for rows in self._rows:
             copies = [] if shard is None else self._copies(shard, rows)
-            is_whole = len(copies) == 1 and copies[0][0] == slice(
-                0, (rows.stop - rows.start) * self.layout.block_size
-            )
+            numel = (rows.stop - rows.start) * self.layout.block_size
+            is_whole = [own for own, _ in copies] == [slice(0, numel)]
             chunks.append(Chunk(rows, codes[rows], scales[rows], copies, copies[0][1] if is_whole else None))
         return chunks
 
