@@ -30,6 +30,11 @@ class PowerSGDStages:
         self.back_project = Stage([*bases, *back_project(bucket)])
         self.reconstruct = Stage([reconstruct(bucket)])
 
+    def compile(self) -> None:
+        """Compile every kernel for the current device."""
+        for stage in (self.project, self.orthonormalize, self.back_project, self.reconstruct):
+            stage.compile()
+
 
 def compile_kernels(
     layout: Any,
@@ -48,8 +53,8 @@ def compile_kernels(
     bucket = PowerSGDBucket(work, dtype, wire_dtype, meta, **arithmetic)
     bucket.place(torch.empty(bucket.scratch_bytes, dtype=torch.uint8, device=meta))
     with launching_on(device):
-        for stage in (*vars(PowerSGDStages(bucket)).values(), random_q(bucket)):
-            stage.compile()
+        PowerSGDStages(bucket).compile()
+        random_q(bucket).compile()
 
 
 class PowerSGDPlan:
