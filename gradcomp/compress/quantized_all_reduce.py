@@ -78,7 +78,7 @@ class FlatAllReduce:
     unit = 1.0  # the plan's errors are multiplied by it
 
     def __init__(self, layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any):
-        form, [(layout, _, options)] = _plans(layout_for, dtype, spec, **options)
+        form, [(layout, _, options)] = _plans(layout_for, dtype, spec, is_flat=True, **options)
         self.layout, self.num_bytes = layout, form.num_bytes
         self.plan = ops.quantized_plan(layout, dtype, spec.device, **options)
         self._is_one_exchange = form.num_senders is not None
@@ -165,7 +165,7 @@ class HierarchicalAllReduce:
         within_dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        form, plans = _plans(layout_for, dtype, spec, within_dtype=within_dtype, **options)
+        form, plans = _plans(layout_for, dtype, spec, is_flat=False, within_dtype=within_dtype, **options)
         (piece_layout, self._piece_dtype, piece_options), *others = plans
         self.layout, self.num_bytes = form.layout, form.num_bytes
         self.unit = unit_within(spec.ranks_per_node)
@@ -270,7 +270,7 @@ def all_reduce_for(
 
 def compile_all_reduce(layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any) -> None:
     """Compile the kernels that all_reduce_for with these arguments launches."""
-    _, plans = _plans(layout_for, dtype, spec, **options)
+    _, plans = _plans(layout_for, dtype, spec, is_flat=spec.ranks_per_node == 1, **options)
     for layout, dtype_of_plan, plan_options in plans:
         ops.compile_quantized(layout, dtype_of_plan, spec.device, **plan_options)
 
@@ -313,6 +313,7 @@ def _plans(
     dtype: torch.dtype,
     spec: BucketSpec,
     *,
+    is_flat: bool,
     bits: int,
     error_feedback: bool,
     uncompressed_dtype: torch.dtype | None = None,
@@ -323,7 +324,7 @@ def _plans(
     Flat there is one plan. With nodes the first is of a piece; in two exchanges a second is of the bucket.
     """
     shared: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
-    if spec.ranks_per_node == 1:
+    if is_flat:
         form = Form.of(layout_for, spec, bits, (uncompressed_dtype or dtype).itemsize)
         options = {**shared, "error_feedback": error_feedback, "num_senders": form.num_senders}
         return form, [(form.layout, dtype, options)]

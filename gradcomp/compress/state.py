@@ -236,7 +236,8 @@ class CompressorState(SavedState):
         if self._group is None or self._group() is not group:
             # Compressors depend on the number of ranks, and on this rank's number.
             self._states.give_all_back()
-            self._group, self._is_compared = weakref.ref(group), False
+            self._is_compared = self._is_compared and self._group is None
+            self._group, self._ranks = weakref.ref(group), {"world_size": group.size()}
         if not self._is_compared:
             self._compare(hook_name, bucket, group, is_first=is_first)
         options = self._settings.options if options is None else options

@@ -280,19 +280,19 @@ def _trace_kernels(trace: Trace) -> None:
     launch.Stage.__call__ = traced_stage  # type: ignore[method-assign]
     launch.Launch.compile = lambda self: False  # type: ignore[method-assign]
 
-    def traced_copies(name: str, copy: Callable[..., None]) -> Callable[..., None]:
+    copy = flatten.copy
+
+    def traced_copy(
+        tensors: Any, tables: Any, flat: Any, *, scale: float = 1.0, to_flat: bool = True
+    ) -> None:
         """Trace a kernel that gets the tensors' addresses in a table."""
+        name = "flatten" if to_flat else "unflatten"
+        of_tensors = [(each, not to_flat) for each in tensors_in(tensors)]
+        trace.enqueue(name, [*of_tensors, (flat, to_flat)])
+        with trace.paused():
+            copy(tensors, tables, flat, scale=scale, to_flat=to_flat)
 
-        def traced(source: Any, tables: Any, *, out: Any, scale: float = 1.0) -> None:
-            read, written = tensors_in(source), tensors_in(out)
-            trace.enqueue(name, [*((each, False) for each in read), *((each, True) for each in written)])
-            with trace.paused():
-                copy(source, tables, out=out, scale=scale)
-
-        return traced
-
-    for name in ("flatten", "unflatten"):
-        setattr(flatten, name, traced_copies(name, getattr(flatten, name)))
+    flatten.copy = traced_copy
 
 
 def _trace_collectives(trace: Trace) -> None:
