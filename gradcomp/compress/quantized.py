@@ -70,7 +70,7 @@ class QuantizedOptions:
         """Return the options of ops.quantized_plan."""
         dtype = self.uncompressed_dtype
         if self.bits == 16:  # no blocks, so no codes
-            return {"bits": 8, "error_feedback": False, "uncompressed_dtype": dtype or torch.bfloat16}
+            return {"error_feedback": False, "uncompressed_dtype": dtype or torch.bfloat16}
         return {"bits": self.bits, "error_feedback": self.error_feedback, "uncompressed_dtype": dtype}
 
     def sum_options(self) -> dict[str, Any]:

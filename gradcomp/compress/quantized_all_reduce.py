@@ -314,7 +314,7 @@ def _plans(
     spec: BucketSpec,
     *,
     is_flat: bool,
-    bits: int,
+    bits: int = 8,
     error_feedback: bool,
     uncompressed_dtype: torch.dtype | None = None,
     within_dtype: torch.dtype | None = None,

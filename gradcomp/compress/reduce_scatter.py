@@ -67,7 +67,7 @@ class ReduceScatter:
             wide = torch.promote_types(self._dtype, torch.float32)
             self.error = torch.zeros(numel, dtype=wide, device=spec.device)
         exact_bytes = (self._plan_options["uncompressed_dtype"] or self._dtype).itemsize
-        self.num_bytes = spec.world_size * self.layout.sections(self._plan_options["bits"], exact_bytes)[1]
+        self.num_bytes = spec.world_size * self.layout.sections(options.get("bits", 8), exact_bytes)[1]
 
     def place(self, group: ProcessGroup) -> int:
         """Return this rank's place in its node."""
