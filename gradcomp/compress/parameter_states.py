@@ -138,10 +138,10 @@ class Bucket:
             self.pending[position] = None
 
     def current_error(self) -> torch.Tensor | None:
-        """Return this rank's error, [numel], for reading only; None without one."""
+        """Return this rank's error, [numel], for reading only; None on all ranks or on none."""
         assert self.compressor is not None
         error = self.compressor.current_error()
-        return self._with_pending(error) if self.waits else error
+        return error if error is None or not self.waits else self._with_pending(error)
 
     def _with_pending(self, error: torch.Tensor | None) -> torch.Tensor:
         """Return a copy of the compressor's error, [numel], with the pending errors in their places."""
@@ -322,9 +322,12 @@ class ParameterStates:
 
     def errors_of_buckets(self) -> dict[int, torch.Tensor]:
         """Return copies of the errors of buckets with compressors, [numel], by index."""
-        made = [each for each in self._buckets if each.compressor is not None]
-        errors = {each.index: each.current_error() for each in made}
-        return {index: error.clone() for index, error in errors.items() if error is not None}
+        errors = {}
+        for bucket in self._buckets:
+            entries = bucket.entries().values()
+            if parts := [entry["error"].flatten() for entry in entries if "error" in entry]:
+                errors[bucket.index] = torch.cat(parts)
+        return errors
 
     def load(self, entries: Entries) -> None:
         """Replace all entries."""

@@ -299,10 +299,7 @@ def piece_dtypes(dtype: torch.dtype, within_dtype: torch.dtype | None) -> tuple[
 
 
 def _is_in_zero_block(gradients: Tensor, block_size: int) -> Tensor:
-    """Return for each element whether its block's gradients are all zero.
-
-    gradients: [numel], from the first element of a block on.
-    """
+    """Return for each element whether its block's gradients, [numel], are all zero."""
     numel = len(gradients)
     blocks = torch.nn.functional.pad(gradients, (0, -numel % block_size)).view(-1, block_size)
     return (blocks == 0).all(1).repeat_interleave(block_size)[:numel]

@@ -1,6 +1,7 @@
 """Test sums of shards in codes on simulated ranks, flat and hierarchical, against float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -199,3 +200,31 @@ def test_the_rows_of_tensors():
                 expected.append(torch.cat([shard, padding]).flatten())
             assert torch.equal(rows[row], torch.cat(expected))
         assert torch.equal(of_rows(list(rows), layout), whole)
+
+
+def sums_with(rank, group, options_of_steps):
+    """Return the sums of two equal layers in steps with these options, which may change."""
+    state = QuantizationState(group, **options_of_steps[0])
+    layers = [nn.Parameter(torch.empty(64, 64, device="meta")) for _ in range(2)]
+    state.number_parameters((str(index), each) for index, each in enumerate(layers))
+    generator, shards = torch.Generator().manual_seed(rank), []
+    for options in options_of_steps:
+        given = replace(state.options, bits=options["bits"])
+        state.change(replace(state.settings, options=given))
+        for index, layer in enumerate(layers):
+            gradient = torch.randn(64 * 64, generator=generator)
+            shards.append(torch.zeros(64 * 64 // group.size()))
+            bucket = ShardBucket(index, gradient, [layer], shards[-1])
+            state.average("compress_reduce_scatter", bucket).wait()
+        state.end_step()
+    return shards
+
+
+def test_other_bits_take_another_plan():
+    """Of equal layers, two buckets take one plan in turns, but not those of other options."""
+    alike = {"use_error_feedback": False, "uncompressed_dtype": torch.bfloat16}
+    eight, sixteen = ({"bits": bits, **alike} for bits in (8, 16))
+    changed, always = (run_ranks(sums_with, 2, [first, first, eight, eight])[0] for first in (sixteen, eight))
+    for got, expected in zip(changed[4:], always[4:], strict=True):
+        assert torch.equal(got, expected)
+    assert not torch.equal(changed[0], always[0])

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import gradcomp
-from gradcomp.compress import Recorder
+from gradcomp.compress import CompressorState, Recorder, compress_hook
+from gradcomp.compress.all_reduced import AllReducedCompressor, AllReducedOptions
 from gradcomp.compress.recording.file import read
 from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -181,3 +182,25 @@ def test_what_a_logger_and_a_file_get(run_ranks, tmp_path):
         assert {row["rank"] for row in recording.rows} == {rank}
         for line in path.read_text().splitlines():
             json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def owing_ranks(rank):
+    """Send loaded errors in bf16, the second layer's only on rank 0, which uses it; return completed rows."""
+    model = Net()
+    state = CompressorState(AllReducedCompressor, AllReducedOptions(torch.bfloat16), start_iter=2)
+    state.number_parameters(model.named_parameters())
+    owed = {name: {"error": torch.ones_like(each)} for name, each in model.named_parameters()}
+    state.load_state_dict({**state.state_dict(), "parameters": owed, "num_parameters": len(owed)})
+    ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    ddp.register_comm_hook(state, compress_hook)
+    recorder = Recorder(state)
+    for _ in range(5):
+        ddp(torch.ones(2, SIZE), 1 - rank).sum().backward()
+        model.zero_grad()
+    recorder.complete()
+    return recorder.rows()
+
+
+def test_ranks_that_still_owe_errors_have_rows_alike(run_ranks):
+    for rows in run_ranks(owing_ranks, 2):
+        assert [row["relative_error"] is not None for row in rows] == [True] * len(rows)
