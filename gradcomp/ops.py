@@ -318,7 +318,7 @@ def quantized_plan(
 
     Options:
 
-    bits: 4 or 8 bits per element; without a meaning if the layout has no blocks.
+    bits: 4 or 8 bits per element.
     error_feedback: keep errors, and add them to the next step's gradients.
     uncompressed_dtype: the dtype in which exact tensors are sent; None for the bucket's.
     divisor: the number that sums over a shard's senders are divided by; None for their number. Between nodes

@@ -131,8 +131,8 @@ LONG_S = 0.1
 class LinkSample:
     """The time of one all-reduce, in seconds.
 
-    group: "all" ranks, those "within" a node, or those of equal place "between" nodes. All groups of a kind
-        run it at once; between nodes, num_bytes are all ranks' of a node.
+    group: "all" ranks; "within" a node; or "between" nodes, the ranks of equal place. All groups of a kind
+        run it at once. Between nodes, num_bytes are of all ranks of a node.
     """
 
     num_bytes: int

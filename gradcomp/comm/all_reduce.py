@@ -66,7 +66,7 @@ def all_reduce_compressed(
         try:
             future.value()
         except Exception as error:
-            raise operation.explained(error) from error
+            operation.reraise(error)
         if wire is not buffer:
             ops.decompress_cast(wire, out=buffer)
         release()

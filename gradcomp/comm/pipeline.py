@@ -113,9 +113,7 @@ class _Running:
             self.future.set_result(end.value)
             return True
         except Exception as error:
-            if (explained := self.operation.explained(error)) is error:
-                raise
-            raise explained from error
+            self.operation.reraise(error)
         return False
 
     def fail(self, error: Exception) -> None:

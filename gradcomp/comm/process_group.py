@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -113,8 +113,14 @@ class Explaining(NamedTuple):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and (explained := self.explained(error)) is not error:
-            raise explained from error
+        if error is not None and self.explained(error) is not error:
+            self.reraise(error)
+
+    def reraise(self, error: BaseException) -> NoReturn:
+        """Raise an error that a collective may have raised, explained."""
+        if (explained := self.explained(error)) is error:
+            raise error
+        raise explained from error
 
     def explained(self, error: BaseException) -> BaseException:
         """Return an ExplainedError for an error that a collective may have raised; any other as it is."""

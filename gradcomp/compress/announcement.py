@@ -62,10 +62,10 @@ def say(text: str, group: dist.ProcessGroup | None) -> None:
 
 
 def unclaimed_entries(keys: Sequence[str]) -> Iterator[str]:
-    """Yield warnings of a checkpoint's entries for parameters that the first step has not brought."""
+    """Yield warnings of a checkpoint's entries for parameters that the first step did not bring."""
     if names := list(filter(is_name, keys)):
         yield with_keys(
-            "the checkpoint has errors of parameters that the first step has not brought: %s. They wait "
+            "the checkpoint has errors of parameters that the first step did not bring: %s. They wait "
             "for them. Likely cause: another model, or this run has no names of parameters: call "
             "state.number_parameters(model.named_parameters())",
             names,

@@ -33,7 +33,7 @@ class BucketSpec:
         averaged without nodes. comm.nodes.nodes_of returns the groups.
     has_delay: whether a round trip between ranks (nodes) takes long; see comm/exchange.py.
     is_shard: whether a rank gets the sum of its own shard only, not the average of all: the flat buffer then
-        has a row of padded gradients for each rank. Shapes and errors are those of whole tensors.
+        has a row of padded gradients for each rank. Shapes and errors are of whole tensors.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class Compressor(ABC):
 
     sent_numel: the number of elements that a rank sends per step, for statistics; with nodes, that a node
         sends to other nodes.
-    sent_exactly: the positions of the tensors of whose errors it keeps none, because it sends them exactly.
+    sent_exactly: the positions of the tensors that it sends exactly. It keeps no errors of them.
         If another compressor has left an error of such a tensor, the state adds it to the tensor's gradient
         before the next `reduce`.
     is_plain: whether an average is a plain all-reduce of the gradients, which the state then does itself.
@@ -115,7 +115,7 @@ class Compressor(ABC):
         flat, group, seed: as in `average`.
         out: flat itself, which gets the mean. If the bucket's is_shard is true, this rank's shard, which gets
             the (approximate) sum of this rank's row of flat; flat may be changed.
-        unused: the positions of tensors that this rank's backward has not used, as far as a hook can tell.
+        unused: the positions of tensors that this rank's backward did not use, as far as a hook can tell.
         """
         if type(self).average is Compressor.average:
             raise NotImplementedError(f"{type(self).__name__} implements neither average nor reduce")

@@ -104,9 +104,9 @@ class FlatAllReduce:
 
         flat: [numel]. It may be changed.
         out: [numel], flat or another tensor in its dtype.
-        unused: the positions of tensors that this rank's backward has not used. Zeros are sent for them, and
+        unused: the positions of tensors that this rank's backward did not use. Zeros are sent for them, and
             their errors stay.
-        rest: [numel], values to add to the gradients whose errors other ranks of the node keep, or None.
+        rest: [numel], values to add to the gradients where other ranks of the node keep errors, or None.
 
         The call posts the receives that it can (exchange.gather); flat is read when the result is iterated.
         """
@@ -263,9 +263,8 @@ def all_reduce_for(
     layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
 ) -> FlatAllReduce | HierarchicalAllReduce:
     """Return a bucket's all-reduce, flat or hierarchical. For the arguments see the classes."""
-    return (FlatAllReduce if spec.ranks_per_node == 1 else HierarchicalAllReduce)(
-        layout_for, dtype, spec, **options
-    )
+    kind = FlatAllReduce if spec.ranks_per_node == 1 else HierarchicalAllReduce
+    return kind(layout_for, dtype, spec, **options)
 
 
 def compile_all_reduce(layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any) -> None:
@@ -326,9 +325,8 @@ def _plans(
         options = {**shared, "error_feedback": error_feedback, "num_senders": form.num_senders}
         return form, [(form.layout, dtype, options)]
     # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-    uncompressed_dtype = shared["uncompressed_dtype"] = uncompressed_dtype or torch.promote_types(
-        dtype, torch.float32
-    )
+    wide = torch.promote_types(dtype, torch.float32)
+    uncompressed_dtype = shared["uncompressed_dtype"] = uncompressed_dtype or wide
     form = Form.of(layout_for, spec, bits, uncompressed_dtype.itemsize)
     layout = form.layout
     # The same blocks and exact elements per shard as in the bucket, without padding between them.

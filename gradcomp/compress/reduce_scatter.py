@@ -67,7 +67,7 @@ class ReduceScatter:
             wide = torch.promote_types(self._dtype, torch.float32)
             self.error = torch.zeros(numel, dtype=wide, device=spec.device)
         exact_bytes = (self._plan_options["uncompressed_dtype"] or self._dtype).itemsize
-        self.num_bytes = spec.world_size * self.layout.sections(options.get("bits", 8), exact_bytes)[1]
+        self.num_bytes = spec.world_size * self.layout.sections(self._plan_options["bits"], exact_bytes)[1]
 
     def place(self, group: ProcessGroup) -> int:
         """Return this rank's place in its node."""
@@ -148,19 +148,19 @@ def compile_reduce_scatter(layout_of: LayoutOf, spec: BucketSpec, **options: Any
 
 
 def _plan_arguments(
-    layout_of: LayoutOf, spec: BucketSpec, *, within_dtype: torch.dtype | None, **options: Any
+    layout_of: LayoutOf, spec: BucketSpec, *, within_dtype: torch.dtype | None, bits: int = 8, **options: Any
 ) -> tuple[BlockLayout, torch.dtype, dict[str, Any]]:
     """Return the arguments of ops.quantized_plan: the layout, the dtype, and the options by name."""
     num_rows = spec.world_size // spec.ranks_per_node
     layout = layout_of(ShardLayout(spec.shapes, spec.world_size).shard_shapes * num_rows, num_rows)
-    options |= {"averages_dtype": spec.dtype, "only_sums": True, "divisor": unit_within(spec.ranks_per_node)}
+    options |= {"bits": bits, "averages_dtype": spec.dtype, "only_sums": True}
+    options["divisor"] = unit_within(spec.ranks_per_node)
     if spec.ranks_per_node == 1:
         return layout, spec.dtype, options
     _, dtype = piece_dtypes(spec.dtype, within_dtype)
     # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-    options["uncompressed_dtype"] = options["uncompressed_dtype"] or torch.promote_types(
-        spec.dtype, torch.float32
-    )
+    wide = torch.promote_types(spec.dtype, torch.float32)
+    options["uncompressed_dtype"] = options["uncompressed_dtype"] or wide
     return layout, dtype, options
 
 

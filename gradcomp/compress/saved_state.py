@@ -175,7 +175,7 @@ class SavedState(ConfiguredState):
 
         The keys are the parameters' names, see number_parameters; without names, the place where a bucket
         first brought them. What belongs to a whole bucket has a tuple of all its parameters' keys as its key.
-        Errors are in the gradients' unit; those of a complex parameter have a last dimension of 2.
+        Errors are in the gradients' unit; the error of a complex parameter has a last dimension of 2.
         """
         return self._states.entries()
 

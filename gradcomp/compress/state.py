@@ -17,7 +17,6 @@ So a step ends in one of three ways:
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,7 @@ class Phase(NamedTuple):
     name: the algorithm's name in log lines.
     compressor: the class of the buckets' compressors; None for plain averages.
     options: the compressors' options.
-    warms_up: later phases, whose compressors are to be warmed up in these steps.
+    warms_up: later phases. Their compressors are warmed up in these steps.
     is_flat: True to average without nodes, whatever the state's ranks_per_node.
     """
 
@@ -105,10 +104,9 @@ class CompressorState(SavedState):
     ):
         if not (isinstance(compressor, type) and issubclass(compressor, Compressor)):
             raise TypeError(f"CompressorState takes a subclass of Compressor, got {compressor!r}")
-        # An instance of a frozen dataclass. Stubs don't have __dataclass_params__, hence getattr.
-        is_instance = is_dataclass(options) and not isinstance(options, type)
-        is_frozen = is_instance and getattr(options, "__dataclass_params__").frozen  # noqa: B009
-        if options is not None and not is_frozen:
+        # Stubs don't have __dataclass_params__, hence getattr.
+        is_frozen = getattr(getattr(options, "__dataclass_params__", None), "frozen", False)
+        if options is not None and (isinstance(options, type) or not is_frozen):
             raise TypeError(
                 f"CompressorState takes a frozen dataclass or None as its options, got {options!r}"
             )
@@ -131,7 +129,7 @@ class CompressorState(SavedState):
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
-        self._phase_options: Any = None  # what it was asked for
+        self._phase_options: Any = None  # the options that it was asked for
         self._announced: set[str] = set()
         self._pipeline = Pipeline()
         self.recorder: Any = None

@@ -203,7 +203,7 @@ class QuantizedPlan:
         layout: BlockLayout,
         dtype: torch.dtype,
         *,
-        bits: int = 8,
+        bits: int,
         error_feedback: bool,
         uncompressed_dtype: torch.dtype | None = None,
         divisor: float | None = None,

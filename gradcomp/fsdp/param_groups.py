@@ -168,10 +168,9 @@ def param_groups_of(model: nn.Module) -> list[ParamGroup]:
     """
     found: dict[int, ParamGroup] = {}
     for name, module, state in _states_of(model):
-        if hasattr(state, "_fsdp_param_groups"):
-            groups = state._fsdp_param_groups
-        else:  # torch 2.11 knows one group at most
-            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 knows one group at most
+            groups = list(filter(None, [state._fsdp_param_group]))
         if len(groups) > 1:
             raise ValueError(
                 f"{name} has {len(groups)} parameter groups, sharded over several meshes by its "

@@ -27,7 +27,7 @@ class QuantizedPlan:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        bits: int = 8,
+        bits: int,
         error_feedback: bool,
         uncompressed_dtype: torch.dtype | None = None,
         divisor: float | None = None,

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradcomp.comm.bucket import ShardBucket
+from gradcomp.compress import BucketSpec
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.layout import ShardLayout
 from gradcomp.testing import run_ranks
@@ -228,3 +230,16 @@ def test_other_bits_take_another_plan():
     for got, expected in zip(changed[4:], always[4:], strict=True):
         assert torch.equal(got, expected)
     assert not torch.equal(changed[0], always[0])
+
+
+@pytest.mark.parametrize(("bits", "ranks_per_node"), [(8, 1), (8, 4), (4, 1), (4, 4)])
+def test_bytes_and_errors_by_hand(bits, ranks_per_node):
+    """A rank sends a payload per shard; a node, one per node. It keeps errors of what it quantizes."""
+    shapes = ((1001, 512), (1001,))
+    matrix, vector = 126 * 512, 126  # elements in one of 8 shards
+    # Codes, a scale of 2 bytes per block, and the vector's elements; sections begin on 16 bytes.
+    payload = matrix * bits // 8 + 2 * matrix // 128 + 4 * vector
+    bucket = BucketSpec(shapes, torch.float32, torch.device("meta"), 8, 0, ranks_per_node, is_shard=True)
+    compressor = QuantizedCompressor(bucket, QuantizedOptions(bits))
+    assert 0 <= 4 * compressor.sent_numel - 8 * payload <= 8 * 3 * 16
+    assert compressor._sum.error.nbytes == 4 * matrix * 8 // ranks_per_node

@@ -119,7 +119,7 @@ def test_every_layer_gets_its_own_error(run_ranks, first, second):
         ((TORCH, LARGE, True), (TORCH, SMALL, True), "and 3 more start at zero"),
         ((TORCH, SMALL, True), (TORCH, SMALL, False), "and 3 more start at zero"),
         ((TORCH, LARGE, False), (OURS, LARGE, False), "this run's first step has others, or names"),
-        ((OURS, LARGE, False), (TORCH, LARGE, False), "has not brought: weights."),
+        ((OURS, LARGE, False), (TORCH, LARGE, False), "did not bring: weights."),
     ],
     ids=str,
 )
