@@ -193,7 +193,10 @@ def load_another_layout(rank, is_named):
     [
         (
             True,
-            ["has other shapes of parameter 1, parameter 2, whose", "not brought: parameter 3, parameter 4."],
+            [
+                "has other shapes of parameter 1, parameter 2, whose",
+                "did not bring: parameter 3, parameter 4.",
+            ],
         ),
         (False, ["the checkpoint knows parameters by the first step's buckets"]),
     ],
