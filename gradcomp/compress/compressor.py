@@ -2,8 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -129,6 +130,13 @@ class Compressor(ABC):
     @abstractmethod
     def load(self, state: State) -> None:
         """Continue from another compressor's state(). After a change of buckets, entries may be missing."""
+
+    def snapshot(self) -> Callable[[], None]:
+        """Copy what a step changes. Returns a function that takes the compressor back to now.
+
+        CompressorState.undo_step calls it. Override it where state() takes long.
+        """
+        return partial(self.load, self.state())
 
     @classmethod  # noqa: B027 may stay empty
     def check_entry(cls, entry: dict[str, Tensor], *, of_bucket: bool) -> None:

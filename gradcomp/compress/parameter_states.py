@@ -17,8 +17,9 @@ import ctypes
 import hashlib
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -50,6 +51,7 @@ class Bucket:
         is added to its tensor's next gradient, and so sent once: then None. That of an unused tensor waits.
     sent: the pending errors that are part of this step's average. On CUDA the side stream may read one until
         the step ends, so it is freed in the next step.
+    undo: (the last step's number, functions that take it back when called in turn), if the state keeps these.
     """
 
     index: int
@@ -64,6 +66,7 @@ class Bucket:
     is_warmed_up: bool = False
     pending: dict[int, torch.Tensor | None] = field(default_factory=dict)
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
+    undo: tuple[int, list[Callable[[], None]]] | None = None
 
     @property
     def numels(self) -> list[int]:
@@ -109,15 +112,23 @@ class Bucket:
     # --- the compressor ---
 
     def stages(
-        self, bucket: dist.GradBucket, group: dist.ProcessGroup, seed: int, *, discards: bool
+        self,
+        bucket: dist.GradBucket,
+        group: dist.ProcessGroup,
+        seed: int,
+        *,
+        discards: bool,
+        undoable: int | None,
     ) -> Stages:
         """Reduce a bucket with the compressor. Yields each collective under way, and returns the buffer.
 
         seed: the seed for random choices.
         discards: whether errors stay as they are, because nobody gets the averages.
+        undoable: the step's number, to keep what takes it back; None to keep nothing.
         """
         compressor, flat, unused = self.compressor, bucket.buffer(), self.unused(bucket)
         assert compressor is not None
+        self.undo = None if undoable is None else (undoable, [self._snapshot(compressor)])
         before = (compressor.state().get("error"), dict(self.pending)) if discards else None
         if self.waits:
             self._send_pending(flat, unused)
@@ -128,6 +139,16 @@ class Bucket:
             if error is not None:
                 compressor.load({**compressor.state(), "error": error})
         return flat
+
+    def _snapshot(self, compressor: Compressor) -> Callable[[], None]:
+        """Copy what a step changes. Returns a function that takes the bucket back to now."""
+        restore, pending = compressor.snapshot(), dict(self.pending)
+
+        def undo() -> None:
+            restore()
+            self.pending, self.sent = pending, {}
+
+        return undo
 
     def _send_pending(self, flat: torch.Tensor, unused: Sequence[int]) -> None:
         """Add the pending errors of used tensors to their gradients."""
@@ -160,6 +181,8 @@ class Bucket:
         if "error" in state:
             self.compressor.load({**state, "error": state["error"] * factor})
         self.pending = {i: error if error is None else error * factor for i, error in self.pending.items()}
+        if self.undo is not None:
+            self.undo[1].append(partial(self.scale_errors, factor))
 
     def add_to_error(self, key: str, values: torch.Tensor) -> None:
         """Add an unused average, flat, to its parameter's error."""
@@ -292,11 +315,20 @@ class ParameterStates:
         for key, entry in bucket.entries().items():
             self._entries.setdefault(key, {}).update(entry)
         bucket.compressor, bucket.made_for, bucket.pending, bucket.sent = None, (), {}, {}
+        bucket.undo = None
 
     def give_all_back(self) -> None:
         """Drop all compressors, because the group or the nodes have changed."""
         for bucket in self._buckets:
             self._give_back(bucket)
+
+    def undo(self, step: int) -> None:
+        """Take the buckets of a step, the last one, back to the state before it."""
+        for bucket in self._buckets:
+            if bucket.undo is not None and bucket.undo[0] == step:
+                (_, functions), bucket.undo = bucket.undo, None
+                for function in functions:
+                    function()
 
     def end_step(self) -> None:
         """Forget the buckets of deleted parameters, except those that the ending step has used."""

@@ -1,7 +1,7 @@
 """PowerSGD as a compressor: two all-reduces of thin factors instead of one all-reduce of the bucket."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -283,6 +283,15 @@ class PowerSGDCompressor(Compressor):
         pairs = zip(given, directions, strict=True)
         directions = [own if q is None or q.shape != own.shape else q for q, own in pairs]
         self.plan.load(state["error"], directions)
+
+    def snapshot(self) -> Callable[[], None]:
+        copies = [each.clone() for each in self.plan.kept()]
+
+        def restore() -> None:
+            for own, copy in zip(self.plan.kept(), copies, strict=True):
+                own.copy_(copy)
+
+        return restore
 
     def current_error(self) -> Tensor | None:
         return self.plan.error() if self._keeps_error else None

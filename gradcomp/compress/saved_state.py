@@ -19,6 +19,7 @@ from .settings import ConfiguredState, Settings, as_dict, logger_of
 class SavedState(ConfiguredState):
     """What every state keeps of parameters, and its checkpoints, pickles and copies."""
 
+    keep_undo: bool = False
     total_numel_before_compression: int
     total_numel_after_compression: int
     next_stats_report: int
@@ -33,6 +34,7 @@ class SavedState(ConfiguredState):
         self._is_compared = self._was_loaded = self._is_resumed = self._discards_step = False
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
+        self._undoable: int | None = None  # the last step's number, if it can be taken back
 
     # --- parameters ---
 
@@ -84,6 +86,36 @@ class SavedState(ConfiguredState):
             yield
         finally:
             self._discards_step = before
+
+    def undo_step(self) -> None:
+        """Take the last averaged backward back, because the optimizer doesn't get its gradients.
+
+        It needs keep_undo = True, and every rank must call it after the same backward. Errors, directions and
+        the number of steps are again what they were before that backward, complete or broken off by an error.
+        Call it at most once per backward. Statistics still count the bytes, which have been sent.
+
+        Raises RuntimeError if there is nothing to take back.
+
+        Example::
+
+            state.keep_undo = True
+            for batch in batches:
+                loss_of(ddp_model, batch).backward()
+                if is_too_large(ddp_model):  # the same on every rank
+                    state.undo_step()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+        """
+        step, self._undoable = self._undoable, None
+        if step is None:
+            raise RuntimeError(
+                f"undo_step has no backward to take back, and keep_undo is {self.keep_undo}. Likely cause: "
+                "keep_undo was not set before the backward, undo_step was called twice, or a checkpoint was "
+                "loaded since"
+            )
+        self._states.undo(step)
+        self.iter = step
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
         """Add a parameter's unused average back to the error.
@@ -220,6 +252,7 @@ class SavedState(ConfiguredState):
         for name in PROGRESS:
             setattr(self, name, checked[name])
         self._is_compared, self._was_loaded, self._is_resumed = False, True, True
+        self._undoable = None
         self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
 
     def _contents(self) -> Any:
@@ -264,6 +297,7 @@ class SavedState(ConfiguredState):
         copied = memo[id(self)] = object.__new__(type(self))
         copied._restore(self._contents(), self.process_group)
         copied._states.keys.inherit(self._states.keys)
+        copied.keep_undo = self.keep_undo
         return copied
 
     def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup | None = None) -> None:

@@ -75,6 +75,8 @@ class CompressorState(SavedState):
         average without nodes. "auto": torchrun's LOCAL_WORLD_SIZE if the group is the default one, there are
         several nodes, and a node's ranks follow one another; otherwise 1.
 
+    keep_undo: assign True, and undo_step can take back the last step. That needs one more copy of the errors
+        (with PowerSGD of P and Q, too), which each step writes.
     recorder: the Recorder that records the state's steps, set by the Recorder itself; None without one.
     shard_group: with compress_replicas, the ranks that hold the other shards of this replica; otherwise None.
 
@@ -240,6 +242,7 @@ class CompressorState(SavedState):
             self._compare(hook_name, bucket, group, is_first=is_first)
         options = self._settings.options if options is None else options
         if is_first:
+            self._undoable = self._steps.num if self.keep_undo else None
             self._begin_step(group, buffer.device)
         if is_first or self._phase is None or self._phase_options is not options:
             self._phase, self._phase_options = self.phase(options), options
@@ -282,7 +285,8 @@ class CompressorState(SavedState):
         else:
             # A compressor ends a step by choosing the next step's random projections: hence the next step's
             # seed.
-            running = own.stages(bucket, group, self._seed(own, step + 1), discards=self._discards_step)
+            seed, discards = self._seed(own, step + 1), self._discards_step
+            running = own.stages(bucket, group, seed, discards=discards, undoable=self._undoable)
             if self.recorder is not None:
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
             operation = Explaining.averaging(bucket.index(), hook_name, group)

@@ -425,6 +425,11 @@ class PowerSGDPlan:
             normal = given if is_normal else given / length
             torch.where(kept, normal, group.direction, out=group.direction)
 
+    def kept(self) -> list[torch.Tensor]:
+        """Return the tensors that make the next step, besides gradients: errors and directions, no copies."""
+        pairs = [(group.settle(), group.direction) for group in self.groups]
+        return [each for pair in pairs for each in pair if each is not None]
+
     def _errors(self) -> Iterator[tuple[torch.Tensor, Run]]:
         """Yield (a group's error, flat, a run of its matrices) for all runs; nothing without feedback."""
         for group in self.groups:

@@ -205,6 +205,11 @@ class PowerSGDPlan:
             norms.zero_()
             norms[0, : matrix.rank] = squared
 
+    def kept(self) -> list[torch.Tensor]:
+        """Return the tensors that make the next step, besides gradients; no copies."""
+        bucket = self._bucket
+        return [bucket.memory, bucket.p, bucket.q, bucket.norms]
+
     def _field(self, index: int, name: str) -> int:
         return self._work.fields(index)[name]
 

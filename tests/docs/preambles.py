@@ -34,7 +34,8 @@ folder = "fsdp-checkpoint"
     + "from gradcomp.hooks.quantization_hooks import quantization_perchannel_hook",
     ("docs/what_compression_cant_know.md", 0): HOOKED
     + """
-ddp_discriminator, fake = ddp_model, torch.randn(8, 64)
+ddp_discriminator, fake, inputs = ddp_model, torch.randn(8, 64), torch.randn(8, 64)
+optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
 loss_of_generator = torch.mean
 """,
     ("docs/recording.md", 1): """

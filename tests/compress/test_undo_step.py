@@ -1,0 +1,325 @@
+"""Test steps that are refused after their backward: undo_step makes a run equal to one without them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import gradcomp
+from gradcomp.comm.bucket import GradBucket, ShardBucket
+from gradcomp.compress import Compressor, CompressorState
+from gradcomp.fsdp import compress_reduce_scatter
+from gradcomp.hooks.auto_hook import AutoState, auto_hook
+from gradcomp.hooks.default_hooks import bf16_compress_wrapper
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.testing import run_ranks as run_simulated
+from tests.kept import entries_in
+
+SHAPES = [(12, 20), (9,), (21, 12), (12, 20)]
+STEPS, REFUSED = 7, (1, 2, 4, 6)  # a plain step, the first compressed one, a usual one, one before a failure
+
+
+def power_sgd(group=None, **options):
+    return PowerSGDState(group, 2, start_powerSGD_iter=2, **options)
+
+
+def quantization(bits, **options):
+    return lambda group=None: QuantizationState(group, bits, 32, **options)
+
+
+class Halved(Compressor):
+    """A user's compressor: sends half of gradient + error, and counts its steps."""
+
+    def __init__(self, bucket, options):
+        self.error, self.num_steps = torch.zeros(sum(bucket.numels), dtype=bucket.dtype), torch.zeros(1)
+
+    def average(self, flat, group, seed):
+        self.error += flat
+        flat.copy_(self.error / 2)
+        self.error -= flat
+        self.num_steps += 1
+        torch.distributed.all_reduce(flat, group=group)
+        flat /= group.size()
+
+    def state(self):
+        return {"error": self.error.clone(), "num_steps": self.num_steps.clone()}
+
+    def load(self, state):
+        self.error.copy_(state["error"])
+        self.num_steps.copy_(state.get("num_steps", torch.zeros(1)))
+
+
+KINDS = {
+    "int4": quantization(4),
+    "int8": quantization(8),
+    "int4 with nodes": quantization(4, ranks_per_node=2),
+    "PowerSGD": power_sgd,
+    "PowerSGD of rank 1": lambda group=None: PowerSGDState(group, 1, start_powerSGD_iter=2),
+    "cold start": lambda group=None: power_sgd(group, warm_start=False),
+    "no error feedback": lambda group=None: power_sgd(group, use_error_feedback=False),
+    "int8 factors after 4 bits": lambda group=None: power_sgd(group, factor_dtype=torch.int8, start_bits=4),
+    "a user's": lambda group=None: CompressorState(Halved, None, group),
+}
+
+
+def given(rank, step, dtype, scale=1.0):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
+    return (scale * torch.randn(numel, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def kept_in(state):
+    """Return everything that a state keeps, and its number of steps."""
+    return {"iter": state.iter, **{str(key): entry for key, entry in entries_in(state).items()}}
+
+
+def assert_same(found, expected, **within):
+    assert found.keys() == expected.keys()
+    for key, entry in expected.items():
+        torch.testing.assert_close(found[key], entry, equal_nan=True, **within)
+
+
+def train(rank, group, make, dtype, refuses):
+    """Return (the averages of the kept steps, what the state keeps). Refused steps are larger, and undone."""
+    state, averages = make(group), []
+    state.keep_undo = True
+    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")) for shape in SHAPES]
+    # Two buckets, the second of which is left out in some of the refused steps.
+    numel = sum(each.numel() for each in parameters[:2])
+
+    def average(step, number, scale=1.0, num_buckets=2):
+        buffers = [
+            each.clone() for each in given(rank, number, dtype, scale).split([numel, 21 * 12 + 12 * 20])
+        ]
+        for index, members in enumerate((parameters[:2], parameters[2:])[:num_buckets]):
+            state.average("hook", GradBucket(index, buffers[index], members, index == 1)).wait()
+        if num_buckets == 1 and step != 6:  # step 6 is broken off by an error: it never ends
+            state.end_step()
+        return torch.cat(buffers)
+
+    for step in range(STEPS):
+        if refuses and step in REFUSED:
+            average(step, step + 500, 10.0, 1 if step % 4 == 2 else 2)
+            state.undo_step()
+        averages.append(average(step, step))
+    return averages, kept_in(state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float32) for kind in KINDS),
+        *(
+            (kind, dtype)
+            for kind in ("int4", "PowerSGD")
+            for dtype in (torch.bfloat16, torch.float16, torch.float64)
+        ),
+    ],
+    ids=str,
+)
+def test_run_equals_one_without_the_refused_steps(plain_torch, kind, dtype):
+    compare(kind, dtype)
+
+
+@pytest.mark.parametrize("kind", ["PowerSGD", "int4"])
+def test_kernels(kind):
+    compare(kind, torch.float32)
+
+
+def compare(kind, dtype):
+    world_size = 4 if "nodes" in kind else 2
+    expected = run_simulated(train, world_size, KINDS[kind], dtype, False)
+    found = run_simulated(train, world_size, KINDS[kind], dtype, True)
+    for (averages, kept), (expected_averages, expected_kept) in zip(found, expected, strict=True):
+        assert all(map(torch.equal, averages, expected_averages))
+        assert_same(kept, expected_kept, rtol=0, atol=0)
+
+
+def rescale_and_copy(rank, group, make):
+    """Return what a state keeps after a step; and after a refused one, rescaled before it is undone."""
+    state = make(group)
+    state.keep_undo = True
+    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
+
+    def average(state, number):
+        state.average("hook", GradBucket(0, given(rank, number, torch.float32), parameters, True)).wait()
+
+    for step in range(3):
+        average(state, step)
+    before = kept_in(state)
+    copied = copy.deepcopy(state)
+    average(copied, 3)
+    copied.undo_step()
+    average(state, 3)
+    state.rescale_errors(2.0)
+    state.undo_step()
+    refusals = []
+    for each in (state, copied, make(group)):
+        with pytest.raises(RuntimeError, match="no backward to take back") as error:
+            each.undo_step()
+        refusals.append(str(error.value))
+    average(state, 3)
+    state.load_state_dict(state.state_dict())
+    with pytest.raises(RuntimeError, match="a checkpoint was loaded"):
+        state.undo_step()
+    return before, kept_in(copied), state.state_dict(), refusals
+
+
+@pytest.mark.parametrize("kind", ["int4", "PowerSGD", "int8 factors after 4 bits", "a user's"])
+def test_rescaled_errors_copies_and_what_cant_be_undone(plain_torch, kind):
+    def rescaled(rank, group):
+        state = KINDS[kind](group)
+        state.keep_undo = True
+        parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
+        for step in range(4):
+            state.average("hook", GradBucket(0, given(rank, step, torch.float32), parameters, True)).wait()
+        state.rescale_errors(2.0)
+        state.undo_step()
+        return kept_in(state)
+
+    ranks = run_simulated(rescale_and_copy, 2, KINDS[kind])
+    for (before, copied, _, refusals), after in zip(ranks, run_simulated(rescaled, 2), strict=True):
+        assert_same(copied, before)
+        twice = {
+            key: {name: value * 2 if name == "error" else value for name, value in entry.items()}
+            if key != "iter"
+            else entry
+            for key, entry in before.items()
+        }
+        assert_same(after, twice)
+        for was_kept, text in zip((True, True, False), refusals, strict=True):
+            assert f"keep_undo is {was_kept}" in text
+
+
+def sum_shards(rank, group, refuses):
+    """Return this rank's shards of FSDP2's reduce-scatter by hand, and what the state keeps."""
+    state, shards = QuantizationState(group, 4, 16), []
+    state.keep_undo = True
+    parameters = [nn.Parameter(torch.empty(7, 12, device="meta"))]
+
+    def step(number, scale=1.0):
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        buffer, shard = scale * torch.randn(8 * 12, generator=generator), torch.empty(48)
+        buffer[7 * 12 :] = 0.0  # padding
+        state.average("compress_reduce_scatter", ShardBucket(0, buffer, parameters, shard)).wait()
+        state.end_step()
+        shards.append(shard)
+
+    for number in range(5):
+        if refuses and number % 2:
+            step(number + 500, 10.0)
+            shards.pop()
+            state.undo_step()
+        step(number)
+    return shards, kept_in(state)
+
+
+def test_sums_of_shards(plain_torch):
+    ranks = zip(run_simulated(sum_shards, 2, True), run_simulated(sum_shards, 2, False), strict=True)
+    for (shards, kept), (expected_shards, expected) in ranks:
+        assert all(map(torch.equal, shards, expected_shards))
+        assert_same(kept, expected, rtol=0, atol=0)
+
+
+class RefusedError(Exception):
+    pass
+
+
+def loops(rank):
+    """Return the gradients of kept steps, and what the state keeps, by loop and hook: without refused steps,
+    and with them."""
+    return [
+        {f"{loop} {hook}": run(rank, loop, hook, refuses) for loop in LOOPS for hook in HOOKS}
+        for refuses in (0, 1)
+    ]
+
+
+HOOKS = {
+    "int4": (quantization(4), quantization_hook),
+    "PowerSGD": (power_sgd, powerSGD_hook),
+    "batched": (power_sgd, batched_powerSGD_hook),
+    "bf16 around int8 factors": (
+        lambda: power_sgd(factor_dtype=torch.int8),
+        bf16_compress_wrapper(powerSGD_hook),
+    ),
+    "auto": (lambda: AutoState(candidates=["int8", "int4"], start_iter=2, clock=lambda: 0.0), auto_hook),
+}
+LOOPS = {
+    "torch's DDP": lambda model, state, hook: registered(
+        nn.parallel.DistributedDataParallel(model), state, hook
+    ),
+    "wrapper": lambda model, state, hook: registered(
+        gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.001), state, hook
+    ),
+    "broken off": lambda model, state, hook: registered(
+        gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.001), state, hook
+    ),
+    "average_": lambda model, state, hook: model,
+    "FSDP2": lambda model, state, hook: sharded(model, state),
+}
+
+
+def registered(ddp, state, hook):
+    ddp.register_comm_hook(state, hook)
+    return ddp
+
+
+def sharded(model, state):
+    fully_shard(model)
+    if state.can_reduce_scatter:
+        compress_reduce_scatter(model, state)
+    return model
+
+
+def run(rank, loop, hook_name, refuses):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    make, hook = HOOKS[hook_name]
+    state, gradients = make(), []
+    state.keep_undo = True
+    forward = LOOPS[loop](model, state, hook)
+    first = next(iter(model.parameters()))
+
+    def backward(number, scale=1.0, breaks=False):
+        model.zero_grad()
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        handle = first.register_hook(fail) if breaks else None
+        try:
+            (scale * forward(torch.randn(8, 32, generator=generator)).square().mean()).backward()
+        except RefusedError:
+            with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+                forward.finalize_backward()
+        finally:
+            if handle is not None:
+                handle.remove()
+        found = [each.grad for each in model.parameters()]
+        if loop == "average_":
+            gradcomp.average_(found, hook, state, keys=range(len(found)))
+        return [
+            each.to_local().clone() if isinstance(each, DTensor) else each.clone()
+            for each in found
+            if each is not None
+        ]
+
+    for step in range(6):
+        if refuses and step in (1, 2, 4):
+            backward(step + 500, 10.0, breaks=loop == "broken off" and step != 1)
+            if loop != "FSDP2" or state.has_shards:
+                state.undo_step()
+        gradients.append(backward(step))
+    return gradients, kept_in(state)
+
+
+def fail(gradient):
+    raise RefusedError
+
+
+def test_training_loops(run_ranks):
+    for expected, found in run_ranks(loops, 2):
+        for name, (gradients, kept) in expected.items():
+            torch.testing.assert_close(found[name][0], gradients, rtol=0, atol=0, msg=name)
+            assert_same(found[name][1], kept, rtol=0, atol=0)
