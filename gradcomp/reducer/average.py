@@ -170,7 +170,8 @@ class _Slots:
             slot_of.update((key, _Slot(tensor, (1, repr(key)))) for key, tensor in new)
             slots = [slot_of[key] for key in keys]
             if new and hasattr(state, "number_parameters"):
-                state.number_parameters((slot.order[1], slot.parameter) for slot in slots)
+                # A model's parameters may have the same names.
+                state.number_parameters((f"average_({slot.order[1]})", slot.parameter) for slot in slots)
             return slots
         # The memory goes with its tensor.
         self._without = [slot for slot in self._without if not slot.is_owned or slot.tensor() is not None]

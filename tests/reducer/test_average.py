@@ -1,5 +1,8 @@
 """Test average_, which averages a list of tensors once, through any hook."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -171,7 +174,7 @@ def keys_of_two_lists(rank):
         name = ("first", "second")[step % 2]
         tensor = torch.full((40, 30), 1.0) if name == "first" else torch.randn(40, 30)
         gradcomp.average_([tensor], powerSGD_hook.powerSGD_hook, state, keys=[name])
-        errors[name] = state.state.get(repr(name), {}).get("error")
+        errors[name] = state.state.get(f"average_({name!r})", {}).get("error")
     for wrong in ["one"], ["one", "one"]:
         with pytest.raises(ValueError, match="one key per tensor"):
             gradcomp.average_([torch.ones(2), torch.ones(2)], powerSGD_hook.powerSGD_hook, state, keys=wrong)
@@ -239,3 +242,64 @@ def test_keys_are_told_apart_in_any_order(run_ranks):
         assert (plain["a"].unique().tolist(), plain["b"].unique().tolist()) == ([1], [10])
         assert all(torch.equal(one[key], other[key]) for key in "ab")
         assert one["b"].norm() > 10 * one["a"].norm() > 0
+
+
+def resumed_by_keys(rank):
+    """Return, by hook, way to go on, dtype and keys: what is lost of the sums, relative to these.
+
+    The state also averages a model whose parameters have the keys as their names.
+    """
+    lost = {}
+    for name, (make, hook) in RESUMED.items():
+        for way, go_on in WAYS.items():
+            for dtype, keys in (
+                (torch.float32, "abc"),
+                (torch.float64, (0, 1, 2)),
+                (torch.float32, (("x", 1), "x", 1)),
+            ):
+                state, shapes = make(), [(24, 20), (20, 24), (24, 20)]
+                model = torch.nn.ParameterDict({str(key): torch.zeros(2, dtype=dtype) for key in keys})
+                state.number_parameters(model.named_parameters())
+                total = torch.zeros(3, 480, dtype=torch.float64)
+                for step in range(8):
+                    if step == 4:
+                        state = go_on(state, make)
+                        state.number_parameters(model.named_parameters())
+                    generator = torch.Generator().manual_seed(10 * step + rank)
+                    tensors = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+                    total += torch.stack([each.flatten().double() for each in tensors])
+                    order = (0, 1, 2) if step < 4 else (2, 0, 1)
+                    given = [tensors[index] for index in order]
+                    gradcomp.average_(given, hook, state, keys=[keys[index] for index in order])
+                    total -= torch.stack([each.flatten().double() for each in tensors])
+                owed = [state.state[f"average_({key!r})"]["error"].flatten().double() for key in keys]
+                left = total - torch.stack(owed)
+                torch.distributed.all_reduce(left)
+                lost[f"{name}, {way}, {dtype}, {keys}"] = float(left.norm() / total.norm())
+    return lost
+
+
+def loaded(state, make):
+    new = make()
+    new.load_state_dict(state.state_dict())
+    return new
+
+
+RESUMED = {
+    "int4": (lambda: QuantizationState(bits=4, block_size=32), quantization_hook),
+    "PowerSGD": (lambda: powerSGD_hook.PowerSGDState(None, 2, 2), powerSGD_hook.powerSGD_hook),
+    "int8 factors": (
+        lambda: powerSGD_hook.PowerSGDState(None, 2, 2, factor_dtype=torch.int8),
+        powerSGD_hook.powerSGD_hook,
+    ),
+}
+WAYS = {
+    "loaded": loaded,
+    "copied": lambda state, make: copy.deepcopy(state),
+    "pickled": lambda state, make: pickle.loads(pickle.dumps(state)),
+}
+
+
+def test_errors_go_on_by_key_in_another_order(run_ranks):
+    for lost in run_ranks(resumed_by_keys, 2):
+        assert {name: value for name, value in lost.items() if value > 1e-5} == {}
