@@ -4,7 +4,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,14 +13,14 @@ _MODULES = ("default_hooks", "powerSGD_hook", "quantization_hooks", "debugging_h
 _logger = logging.getLogger("gradcomp.hooks")
 
 
-@contextmanager
-def apply_to_torch() -> Iterator[None]:
-    """Replace the hooks in torch.distributed.algorithms.ddp_comm_hooks by gradcomp's, during a with block.
+def apply_to_torch() -> AbstractContextManager[Any]:
+    """Replace the hooks in torch.distributed.algorithms.ddp_comm_hooks by gradcomp's.
 
-    Use it with code that looks up torch's hooks by name when it needs them, such as Accelerate's
+    A call alone replaces them for good; in a with statement, until the block ends. Use it with code that
+    looks up torch's hooks by name when it needs them, such as Accelerate's
     ``DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)``. Every public name that
     torch's and gradcomp's modules share is replaced, and so are DDPCommHookType and register_ddp_comm_hook.
-    Names imported before the block keep torch's hooks. A hook that is registered on a model stays there.
+    Names imported before keep torch's hooks. A hook that is registered on a model stays there.
 
     The names change for the whole process. Blocks may be nested, and may overlap in several threads: the
     names are replaced when the first block begins, and restored when the last block ends. Both are logged. If
@@ -31,19 +31,24 @@ def apply_to_torch() -> Iterator[None]:
         with gradcomp.apply_to_torch():
             model = accelerator.prepare(model)
     """
-    global _num_blocks
+    global _num_blocks, _replaced
     with _lock:
         if not _num_blocks:
-            _replace()
+            _replaced = _replace()
         _num_blocks += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_blocks -= 1
-            if not _num_blocks:
-                _put_back()
-                _logger.info("%s has its own hooks again.", TORCHS_PACKAGE)
+    block = ExitStack()
+    block.callback(_end)
+    return block
+
+
+def _end() -> None:
+    """End a block: the last one restores torch's values."""
+    global _num_blocks
+    with _lock:
+        _num_blocks -= 1
+        if not _num_blocks:
+            _replaced.close()
+            _logger.info("%s has its own hooks again.", TORCHS_PACKAGE)
 
 
 class _Name(NamedTuple):
@@ -55,38 +60,33 @@ class _Name(NamedTuple):
     ours: Any
 
 
-# Reentrant: garbage collection may end a block, with its generator, while another one begins.
-_lock = threading.RLock()
+_lock = threading.Lock()
 _num_blocks = 0
-_replaced: list[_Name] = []
+_replaced = ExitStack()  # its end restores torch's values
 
 
-def _replace() -> None:
+def _replace() -> ExitStack:
     """Replace all names, or none: after an error, the names replaced so far get torch's values back."""
     names = list(_names())
-    try:
+    with ExitStack() as replaced:
         for name in names:
-            _replaced.append(name)
+            replaced.callback(_put_back, name)
             setattr(name.module, name.name, name.ours)
-    except BaseException:
-        _put_back()
-        raise
-    _logger.info("%s has gradcomp's %s.", TORCHS_PACKAGE, ", ".join(name.name for name in names))
+        _logger.info("%s has gradcomp's %s.", TORCHS_PACKAGE, ", ".join(name.name for name in names))
+        return replaced.pop_all()
 
 
-def _put_back() -> None:
-    """Restore torch's values, except for names that other code has changed."""
-    while _replaced:
-        name = _replaced.pop()
-        value = getattr(name.module, name.name, None)
-        if value is name.ours:
-            setattr(name.module, name.name, name.theirs)
-        elif value is not name.theirs:
-            _logger.warning(
-                "%s.%s stays %r, which other code has put there in a block of apply_to_torch; before the "
-                "block it was %r.",
-                *(name.module.__name__, name.name, value, name.theirs),
-            )
+def _put_back(name: _Name) -> None:
+    """Restore torch's value, unless other code has changed the name."""
+    value = getattr(name.module, name.name, None)
+    if value is name.ours:
+        setattr(name.module, name.name, name.theirs)
+    elif value is not name.theirs:
+        _logger.warning(
+            "%s.%s stays %r, which other code has put there in a block of apply_to_torch; before the "
+            "block it was %r.",
+            *(name.module.__name__, name.name, value, name.theirs),
+        )
 
 
 def _names() -> Iterator[_Name]:

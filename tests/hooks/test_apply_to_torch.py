@@ -1,5 +1,6 @@
 """Test apply_to_torch, which puts gradcomp's hooks in place of torch's for a while."""
 
+import gc
 import logging
 import threading
 from types import ModuleType
@@ -58,6 +59,21 @@ def test_what_was_there_is_put_back_after_an_error_and_inside_another():
     assert present() == before
     with pytest.raises(KeyError), gradcomp.apply_to_torch():
         raise KeyError
+    assert present() == before
+
+
+def test_a_call_alone_takes_effect_at_once_and_for_good():
+    """A block within it does not end it."""
+    before = present()
+    block = gradcomp.apply_to_torch()
+    gc.collect()
+    with gradcomp.apply_to_torch():
+        assert quantization_hooks.quantization_pertensor_hook is (
+            hooks.quantization_hooks.quantization_pertensor_hook
+        )
+    assert powerSGD_hook.PowerSGDState is hooks.powerSGD_hook.PowerSGDState
+    with block:  # so that this test ends
+        pass
     assert present() == before
 
 
