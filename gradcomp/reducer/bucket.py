@@ -66,6 +66,10 @@ class Bucket:
     memory. A parameter with gaps or overlaps between its elements has a contiguous view.
 
     A step calls fill(), and after the averaging write_back(). A position is a parameter's place in a bucket.
+
+    views: the bucket's own. Gradients are other tensors on their memory: code that replaces a gradient's
+        .data, as Module.to() does, doesn't reach the views.
+    owner_of: the names by the addresses of the views, of all buckets of a step.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class Bucket:
             part.as_strided(parameter.shape, stride, part.storage_offset())
             for part, parameter, stride in zip(parts, parameters, strides, strict=True)
         ]
+        self._given = [view.detach() for view in self.views if as_view]
         self._addresses = [view.data_ptr() for view in self.views]
+        self.owner_of = {at: name for at, name in zip(self._addresses, names, strict=True) if at}
         self._expected = torch.strided, parameters[0].dtype, parameters[0].device
         self._apart: set[int] = set()  # positions of gradients that are never views
         self._run_of: dict[tuple[int, int], _Run] = {}  # by the first and the last position
@@ -101,51 +107,63 @@ class Bucket:
         """buffer = scale · the parameters' gradients; zeros where there are none.
 
         On CUDA in one launch, unless some gradients are in the buffer already. Raises RuntimeError for a
-        gradient of another layout, dtype or device.
+        gradient of another layout, dtype or device; with as_view, also for another shape, and for a gradient
+        in the memory of another parameter's.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         found = {(each.layout, each.dtype, each.device) for each in gradients if each is not None}
         if not found <= {self._expected}:
-            for gradient, name in zip(gradients, self._names, strict=True):
-                check_gradient(gradient, self._expected, name)
-        if self._apart:
-            gradients = self._moved_apart(gradients)
+            self._check(gradients)
         absent = [view for view, gradient in zip(self.views, gradients, strict=True) if gradient is None]
         outside = self._outside(gradients)
         if absent:
             torch._foreach_zero_(absent)
+        if self._apart or (self._as_view and not self.owner_of.keys().isdisjoint(outside.values())):
+            self._take_out(gradients, outside)
         if scale != 1.0 and len(outside) + len(absent) < len(gradients):
-            self._scale_held(set(outside), gradients, scale)
-        for where, layout, part, views in self._runs(outside):
+            pairs = enumerate(zip(self.views, gradients, strict=True))
+            held = [view for i, (view, each) in pairs if each is not None and i not in outside]
+            whole = len(held) == len(self.views)
+            self.buffer.mul_(scale) if whole else ops.scale_(held, scale)
+        for where, layout, part, views in self._runs(sorted(outside)):
+            if self._as_view and tuple([each.shape for each in gradients[where]]) != layout.shapes:  # type: ignore[union-attr]
+                self._check(gradients)
             ops.flatten(gradients[where], layout, out=part, scale=scale, parts=views)  # type: ignore[arg-type]
             if self._as_view:
                 # At once: this frees the gradients' own memory before autograd makes the next gradients.
-                for position, view in enumerate(views, where.start):
+                for position in range(where.start, where.stop):
                     if position not in self._apart:
-                        self.parameters[position].grad = view
+                        self._give(position)
 
-    def _moved_apart(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Move the gradients that are in the buffer, and may not be views of it, to memory of their own."""
-        for position in self._apart.difference(self._outside(gradients)):
-            gradient = gradients[position]
-            if gradient is not None:
-                self.parameters[position].grad = gradient.clone()
-        return [parameter.grad for parameter in self.parameters]
+    def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for gradient, view, name in zip(gradients, self.views, self._names, strict=True):
+            check_gradient(gradient, self._expected, view.shape, name)
 
-    def _scale_held(self, outside: set[int], gradients: Sequence[torch.Tensor | None], scale: float) -> None:
-        """Scale the gradients that are in the buffer already.
+    def _give(self, position: int) -> None:
+        """Make the parameter's part of the buffer its gradient."""
+        if not self._given[position].is_set_to(self.views[position]):
+            self._given[position] = self.views[position].detach()
+        self.parameters[position].grad = self._given[position]
 
-        outside: positions of gradients elsewhere.
+    def _take_out(self, gradients: list[torch.Tensor | None], outside: dict[int, int]) -> None:
+        """Copy the gradients that may not stay in the buffer, or are there in another order of elements.
+
+        Raises RuntimeError for a gradient in another parameter's part, of this or another bucket.
         """
-        held = [
-            view
-            for position, view in enumerate(self.views)
-            if gradients[position] is not None and position not in outside
-        ]
-        if len(held) == len(self.views):
-            self.buffer.mul_(scale)
-        else:
-            ops.scale_(held, scale)
+        for position in self._apart.difference(outside):
+            if gradients[position] is not None:
+                outside[position] = self._addresses[position]
+        for position, address in outside.items():
+            name, owner = self._names[position], self.owner_of.get(address)
+            if owner == name:
+                gradients[position] = gradients[position].clone()  # type: ignore[union-attr]
+                self.parameters[position].grad = gradients[position]
+            elif owner is not None and self._as_view:
+                raise RuntimeError(
+                    f"the gradient of parameter {name} is in the memory of the gradient of {owner}, from "
+                    "where its .grad or .grad.data was assigned. With gradient_as_bucket_view every gradient "
+                    "is a bucket's memory of its own: assign a clone()"
+                )
 
     def average_beyond(self, position: int, gradient: torch.Tensor | None) -> torch.Tensor:
         """Return a parameter's part of the buffer, flat, less this gradient. None counts as zeros."""
@@ -162,8 +180,9 @@ class Bucket:
         copied = set(range(len(self.parameters))) - left_out
         if self._as_view:
             for position in copied - self._apart:
-                if self.parameters[position].grad is not self.views[position]:
-                    self.parameters[position].grad = self.views[position]
+                gradient, address = self.parameters[position].grad, self._addresses[position]
+                if self._given[position] is not gradient or gradient.data_ptr() != address:
+                    self._give(position)
             copied &= self._apart
         own: list[torch.Tensor | None] = [None] * len(self.parameters)
         for position in copied:
@@ -173,21 +192,21 @@ class Bucket:
                 gradient = torch.empty_like(self.views[position]) if gradient is None else gradient.detach()
                 self.parameters[position].grad = gradient
             own[position] = gradient
-        for where, layout, part, views in self._runs(self._outside(own)):
+        for where, layout, part, views in self._runs(list(self._outside(own))):
             ops.unflatten(part, layout, out=own[where], parts=views)  # type: ignore[arg-type]
 
-    def _outside(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
-        """Return the positions of gradients outside the buffer."""
+    def _outside(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, int]:
+        """Return the positions and addresses of gradients that are not their part of the buffer."""
         # The address comes first: most gradients are outside, and it alone shows that.
-        return [
-            position
+        return {
+            position: address
             for position, gradient in enumerate(gradients)
             if gradient is not None
             and (
-                gradient.data_ptr() != self._addresses[position]
-                or not is_same_memory(gradient, self.views[position])
+                (address := gradient.data_ptr()) != self._addresses[position]
+                or not gradient.is_set_to(self.views[position])
             )
-        ]
+        }
 
     def _runs(self, positions: list[int]) -> Iterator[_Run]:
         """Yield ascending positions in runs of consecutive ones: each has one piece of the buffer."""
@@ -208,11 +227,6 @@ class Bucket:
                 self._run_of[ends] = _Run(where, layout, part, views)
             yield self._run_of[ends]
             start = stop
-
-
-def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are the same elements in the same order."""
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
 
 
 Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook or exchanges; of an all-reduce
@@ -266,7 +280,9 @@ class BucketCommunicator:
             self.buckets.append(Bucket(chosen, members, names, self.as_view))
         self.bucket_of = {index: number for number, each in enumerate(self.buckets) for index in each.indices}
         self._name_operations()
+        owner_of = {at: name for bucket in self.buckets for at, name in bucket.owner_of.items()}
         for bucket in self.buckets:
+            bucket.owner_of = owner_of
             bucket.keep_apart(self._apart)
             if self.as_view:
                 bucket.fill(1.0)
@@ -303,7 +319,9 @@ class BucketCommunicator:
             # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
             with operation:
                 return self._group.allreduce([bucket.buffer])
-        given: Any = GradBucket(number, bucket.buffer, bucket.parameters, number == len(self.buckets) - 1)
+        given: Any = GradBucket(
+            number, bucket.buffer.detach(), bucket.parameters, number == len(self.buckets) - 1
+        )
         if self.hook is None:
             return average_in_place(given, self._group, operation, divisor=1)
         state, hook = self.hook

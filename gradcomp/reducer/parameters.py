@@ -78,10 +78,15 @@ def require_plain(name: str, tensor: torch.Tensor, what: str = "parameter") -> N
 
 
 def check_gradient(
-    gradient: torch.Tensor | None, expected: tuple[torch.layout, torch.dtype, torch.device], name: str
+    gradient: torch.Tensor | None,
+    expected: tuple[torch.layout, torch.dtype, torch.device],
+    shape: torch.Size,
+    name: str,
 ) -> None:
-    """Raise RuntimeError for a gradient of another layout, dtype or device than expected."""
-    if gradient is None or (gradient.layout, gradient.dtype, gradient.device) == expected:
+    """Raise RuntimeError for a gradient of another layout, dtype, device or shape than expected."""
+    if gradient is None or (
+        (gradient.layout, gradient.dtype, gradient.device) == expected and gradient.shape == shape
+    ):
         return
     if gradient.layout != expected[0]:
         raise RuntimeError(
@@ -89,8 +94,9 @@ def check_gradient(
             "name parameters with sparse gradients, and only those, in Reducer(sparse_params=...)"
         )
     raise RuntimeError(
-        f"the gradient of parameter {name} is {gradient.dtype} on {gradient.device}, but its bucket has "
-        f"{expected[1]} on {expected[2]}. Likely cause: a hook has converted or moved the gradient"
+        f"the gradient of parameter {name} is {gradient.dtype} on {gradient.device}, of shape "
+        f"{list(gradient.shape)}, but its bucket has {expected[1]} on {expected[2]}, of shape {list(shape)}. "
+        "Likely cause: a hook or other code has converted or moved the gradient, or replaced its .data"
     )
 
 

@@ -262,7 +262,7 @@ class Step:
         if index in self._sparse:
             param = self._params[index]
             expected = torch.sparse_coo, param.dtype, param.device
-            check_gradient(param.grad, expected, communicator.names[index])
+            check_gradient(param.grad, expected, param.shape, communicator.names[index])
         else:
             pending[communicator.bucket_of[index]] -= 1
         while self._next_bucket < len(pending) and not pending[self._next_bucket]:

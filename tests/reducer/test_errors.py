@@ -224,7 +224,7 @@ def converted(rank):
 
 def test_a_gradient_of_another_dtype(run_ranks):
     (message,) = run_ranks(converted, 1)
-    assert "the gradient of parameter 4.bias is torch.float64 on cpu, but" in message
+    assert "the gradient of parameter 4.bias is torch.float64 on cpu, of shape [3], but" in message
     assert "has torch.float32 on cpu" in message
 
 

@@ -1,0 +1,241 @@
+"""Test gradients that other code moves to other memory while they are views of the Reducer's buckets."""
+
+import re
+
+import torch
+from torch import nn
+
+import gradcomp
+from gradcomp.hooks import default_hooks
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.reducer import Reducer
+from tests.reducer.models import PLAIN, STATIC, UNUSED, VIEW, run_cases
+
+NUM_STEPS = 4
+
+
+class Given(nn.Module):
+    """A model whose gradients are given: a kernel's, a square matrix's, a vector's, an unused one's."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        shapes = ((16, 8, 2, 2), (32, 32), (7,), (5,))
+        self.params = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes)
+
+    def forward(self, gradients):
+        used = zip(self.params, gradients, strict=False)
+        return sum((param * gradient).sum() for param, gradient in used).real
+
+    def gradients(self, rank, step):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        shapes = [param.shape for param in self.params][:3]
+        return [torch.randint(1, 9, shape, generator=generator).to(self.params[0].dtype) for shape in shapes]
+
+
+def data(model):
+    for param in model.params:
+        param.grad.data = param.grad.data.clone()
+
+
+def data_of_other_strides(model):
+    for param in model.params:
+        order = tuple(reversed(range(param.dim())))
+        param.grad.data = param.grad.permute(order).contiguous().permute(order)
+
+
+def one_of_several(model):
+    model.params[1].grad.data = model.params[1].grad.clone()
+
+
+def set_storage(model):
+    for param in model.params:
+        param.grad.set_(param.grad.clone())
+
+
+def assigned(model):
+    for param in model.params:
+        param.grad = param.grad.clone()
+
+
+def memory_format(model):
+    model.to(memory_format=torch.channels_last)
+
+
+def applied(model):
+    model._apply(torch.clone)
+
+
+def parameters_data(model):
+    for param in model.params:
+        param.data = param.data.clone()
+
+
+def same(model):
+    model.to(model.params[0].dtype).to("cpu")
+
+
+def dropped(model):
+    """Keep the views, take them from the parameters, and write to them elsewhere."""
+    for param in model.params:
+        view, param.grad = param.grad, None
+        view.data = torch.full_like(view, 99)
+
+
+def own_memory_transposed(model):
+    model.params[1].grad.data = model.params[1].grad.t()
+
+
+MEDDLING = (
+    *(data, data_of_other_strides, one_of_several, set_storage, assigned, memory_format),
+    *(applied, parameters_data, same, dropped, own_memory_transposed),
+)
+DTYPES = (torch.float32, torch.float16, torch.float64, torch.complex64)
+
+
+def moved_by_the_hook(state, bucket):
+    """Move the gradients and the buffer between the bucket's filling and the writing of its average."""
+    future = default_hooks.allreduce_hook(state, bucket)
+    future.wait()
+    for param in bucket.parameters():
+        if param.grad is not None:
+            param.grad.data = torch.zeros_like(param.grad)
+    bucket.buffer().data = bucket.buffer().clone()
+    return future
+
+
+def hook_of(name):
+    if name == "moved":
+        return None, moved_by_the_hook
+    if name == "int4":
+        return QuantizationState(None, 4), quantization_hook
+    return PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook
+
+
+def train(rank, meddle, wrapped, options, hook, dtype, accumulates=False, keeps=True):
+    """Return every step's gradients, and whether all are in the buckets' memory in the end."""
+    torch.manual_seed(0)
+    model = Given(dtype)
+    options = {"bucket_cap_mb": 0.002, "first_bucket_cap_mb": 0.001} | options
+    unused = bool(options.get("find_unused_parameters") or options.get("static_graph"))
+    if wrapped:
+        options.pop("first_bucket_cap_mb")
+        call = gradcomp.DistributedDataParallel(model, **options)
+        reducer = call.reducer
+    else:
+        reducer, call = Reducer(model.named_parameters(), **options), model
+    if hook is not None:
+        (call if wrapped else reducer).register_comm_hook(*hook_of(hook))
+
+    def backward(step):
+        gradients = model.gradients(rank, step)
+        outputs = call(gradients if unused else [*gradients, torch.ones(5, dtype=dtype)])
+        if not wrapped:
+            reducer.prepare_for_backward(outputs)
+        outputs.backward()
+
+    def disturb():
+        if meddle is not None:
+            meddle(model)
+
+    results = []
+    for step in range(NUM_STEPS):
+        if step:
+            model.zero_grad(set_to_none=not keeps)
+        elif unused:
+            model.params[3].grad = torch.arange(5).to(dtype)
+        if step == 2 and accumulates:
+            with (call if wrapped else reducer).no_sync():
+                backward(step + 50)
+            disturb()
+        backward(step)
+        results.append([param.grad.clone() for param in model.params])
+        if step < NUM_STEPS - 1:
+            disturb()
+    storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in reducer.communicator.buckets}
+    reducer.close()
+    return results, all(param.grad.untyped_storage().data_ptr() in storages for param in model.params)
+
+
+UNDISTURBED = {}  # each step's gradients, by the options
+
+
+def as_if_alone(rank, *case):
+    """Return whether each step's gradients equal those of an undisturbed training, and where they are."""
+    if (key := repr(case[1:])) not in UNDISTURBED:
+        UNDISTURBED[key], _ = train(rank, None, *case[1:])
+    expected, (results, are_views) = UNDISTURBED[key], train(rank, *case)
+    pairs = zip(expected, results, strict=True)
+    return [all(map(torch.equal, *pair)) for pair in pairs], are_views
+
+
+FLOAT = torch.float32
+CASES = [
+    *((meddle, wrapped, VIEW, None, FLOAT) for meddle in MEDDLING for wrapped in (False, True)),
+    *((data, False, VIEW, None, dtype, True) for dtype in DTYPES),
+    *((data_of_other_strides, True, VIEW, "int4", dtype, True) for dtype in DTYPES[:2]),
+    *((meddle, True, VIEW | UNUSED, None, FLOAT, True) for meddle in (data, set_storage, memory_format)),
+    *((meddle, True, VIEW | STATIC, None, FLOAT) for meddle in (data, set_storage, memory_format)),
+    *((meddle, False, VIEW | UNUSED, "int4", FLOAT, True) for meddle in (data, applied)),
+    *((meddle, True, VIEW, "psgd", FLOAT) for meddle in (data, set_storage)),
+    *((None, wrapped, VIEW, "moved", FLOAT, False, wrapped) for wrapped in (False, True)),
+    (dropped, True, VIEW, None, torch.float64, False, False),
+    (dropped, False, VIEW, "int4", torch.float64, False, False),
+    *((meddle, True, PLAIN, None, FLOAT, True) for meddle in (data, applied)),
+]
+
+
+def test_averages_do_not_depend_on_where_gradients_are(run_ranks):
+    """The unused parameter's gradient stays as it was, and gradients are views in the end."""
+    for results in run_ranks(run_cases, 2, as_if_alone, CASES):
+        for case, (equal, are_views) in zip(CASES, results, strict=True):
+            assert equal == [True] * NUM_STEPS, case
+            assert are_views == (VIEW.items() <= case[2].items()), case
+
+
+def of_another_dtype(model):
+    model.params[0].grad.data = model.params[0].grad.to(torch.bfloat16)
+
+
+def of_another_shape(model):
+    model.params[2].grad.data = torch.zeros(2, 7)
+
+
+def shared(model):
+    model.params[2].grad.data = model.params[1].grad.view(-1)[:7]
+
+
+def converted(model):
+    model.params[2].data = model.params[2].double()
+
+
+def overwritten(model):
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        model._apply(torch.clone)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+REFUSED = {
+    of_another_dtype: "parameter params.0 is torch.bfloat16 .* its bucket has torch.float32",
+    of_another_shape: r"of shape \[2, 7\], but its bucket has torch.float32 on cpu, of shape \[7\]",
+    shared: "gradient of parameter params.2 is in the memory of the gradient of params.1.* assign a clone",
+    converted: "parameters params.2 are no longer where gradients are averaged",
+}
+
+
+def what_it_says(rank, meddle, wrapped):
+    try:
+        train(rank, meddle, wrapped, VIEW, None, FLOAT)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_no_bucket_can_take_is_refused_by_name(run_ranks):
+    cases = [(meddle, wrapped) for meddle in REFUSED for wrapped in (False, True)] + [(overwritten, True)]
+    for messages in run_ranks(run_cases, 2, what_it_says, cases):
+        for (meddle, wrapped), message in zip(cases, messages, strict=True):
+            expected = REFUSED.get(meddle, "parameters params.0, .* are not averaged")
+            assert re.search(expected, message), (meddle.__name__, wrapped, message)
