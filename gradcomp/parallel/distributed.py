@@ -18,7 +18,7 @@ from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Explaining
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
-from gradcomp.reducer.autograd import listed, not_compiled
+from gradcomp.reducer.autograd import not_compiled
 
 from .module import (
     check_hook,
@@ -371,7 +371,7 @@ class _WrappersReducer(Reducer):
         ddp = self._ddp()
         # Without parameters' names, which take most of Module.parameters()'s time.
         modules = () if ddp is None else ddp.module.modules()
-        if left_out := [
+        if found := [
             id(param)
             for module in modules
             for param in module._parameters.values()
@@ -379,15 +379,7 @@ class _WrappersReducer(Reducer):
             and param is not None
             and (param.requires_grad and param.is_leaf and param.grad is not None)
         ]:
-            named = named_parameters(ddp.module, self._ignored)  # type: ignore[union-attr]
-            if names := [name for name, param in named if id(param) in left_out]:
-                raise RuntimeError(
-                    f"{listed(names)} not averaged, and have gradients of this rank's own: they were added, "
-                    "replaced or unfrozen (requires_grad_, load_state_dict(assign=True), a new layer) after "
-                    "the module was wrapped. Wrap the module again after such a change; for parameters that "
-                    "are meant to stay each rank's own, call DistributedDataParallel."
-                    "_set_params_and_buffers_to_ignore_for_model(module, names) before"
-                )
+            self._sharing.require_averaged(found, named_parameters(ddp.module, self._ignored))  # type: ignore[union-attr]
         if is_averaged:
             for param in self._stepping:
                 for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]

@@ -44,7 +44,8 @@ class Reducer:
     """Averages gradients over a process group: after ``loss.backward()``, ``.grad`` is the ranks' mean.
 
     params: parameters, or (name, parameter) pairs as from ``named_parameters()``, for names in errors. The
-        same on every rank. Parameters that don't require gradients are left out.
+        same on every rank. Parameters that don't require gradients are left out; if they do later, and get a
+        gradient, backward raises RuntimeError.
     process_group: None for the default one.
     bucket_cap_mb, first_bucket_cap_mb: MiB of a bucket, and of the first one of a dtype and device.
     gradient_as_bucket_view: gradients are views of the buckets, which saves their memory once. Keep them:
@@ -83,7 +84,7 @@ class Reducer:
         for cap in (bucket_cap_mb, first_bucket_cap_mb):
             if not isinstance(cap, int | float) or not cap >= 0:
                 raise ValueError(f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}")
-        self._names, self._params = named_parameters(params)
+        self._names, self._params, self._frozen = named_parameters(params)
         self.process_group = resolve_group("Reducer", process_group)
         sparse = {id(param) for param in sparse_params}
         self._sparse = {index for index, param in enumerate(self._params) if id(param) in sparse}
@@ -280,10 +281,13 @@ class Reducer:
                 self._after_backward(is_averaged)
 
     def _after_backward(self, is_averaged: bool) -> None:
-        """Called at the end of every backward; a wrapper's Reducer does its part here.
+        """Called at the end of every backward: raise RuntimeError for gradients that are not averaged.
 
-        is_averaged: whether the gradients have been averaged.
+        is_averaged: whether the other gradients have been averaged.
         """
+        unfrozen = [param for _, param in self._frozen if param.requires_grad and param.grad is not None]
+        if unfrozen:
+            self._sharing.require_averaged(map(id, unfrozen), self._frozen)
 
     def _learn(self, step: Step, usage: StaticGraph, is_inner: bool) -> None:
         """Average the static graph's first step once its outermost backward ends."""

@@ -18,11 +18,13 @@ from torch import nn
 from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Explaining
 
+from .autograd import listed
+
 
 def named_parameters(
     params: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-) -> tuple[list[str], list[torch.Tensor]]:
-    """Return names and tensors of the parameters that require gradients, each once.
+) -> tuple[list[str], list[torch.Tensor], list[tuple[str, torch.Tensor]]]:
+    """Return names and tensors of the parameters that require gradients, each once, and the frozen pairs.
 
     Raises TypeError for anything but an iterable of parameters or of (name, parameter) pairs; ValueError if
     no parameter requires gradients.
@@ -40,6 +42,7 @@ def named_parameters(
         )
     names: list[str] = []
     tensors: list[torch.Tensor] = []
+    frozen: list[tuple[str, torch.Tensor]] = []
     seen: set[int] = set()
     for index, item in enumerate(params):
         name, param = item if isinstance(item, tuple) and len(item) == 2 else (f"number {index}", item)
@@ -48,7 +51,9 @@ def named_parameters(
                 f"Reducer takes parameters, or (name, parameter) pairs, got {type(param).__name__}"
             )
         require_plain(name, param)
-        if param.requires_grad and id(param) not in seen:
+        if not param.requires_grad:
+            frozen.append((name, param))
+        elif id(param) not in seen:
             if not param.is_leaf:
                 raise ValueError(
                     f"Reducer averages what backward accumulates, but {name} is computed from other tensors "
@@ -62,7 +67,7 @@ def named_parameters(
             "Reducer got no parameter that requires gradients. If it was given model.parameters(), that may "
             "have been used up by an optimizer: call it again"
         )
-    return names, tensors
+    return names, tensors, frozen
 
 
 def require_plain(name: str, tensor: torch.Tensor, what: str = "parameter") -> None:
@@ -132,11 +137,11 @@ class Agreement:
         """Raise RuntimeError on every rank unless all have the same parameters and options."""
         named = zip(names, params, strict=True)
         shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in named]
-        whose, what = (
+        whose, advice = (
             "the ranks have different models: what they average",
-            "parameters that require gradients",
+            "Build the same model on every rank",
         )
-        self._require_same(whose, {what: shapes}, "Build the same model on every rank")
+        self._require_same(whose, {"parameters that require gradients": shapes}, advice)
         self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
 
     def require(self, state: Any, hook: Any) -> None:
@@ -245,6 +250,25 @@ class Sharing:
                         "Likely cause: an earlier Reducer or wrapper was kept. Call close() on that Reducer "
                         "(on a wrapper's reducer: ddp.reducer.close()), or delete it"
                     )
+
+    @staticmethod
+    def require_averaged(found: Iterable[int], named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raise RuntimeError for gradients of this rank's own, unless another live Reducer averages them.
+
+        found: the ids of parameters that have such gradients.
+        named: names and parameters; those without a name here may stay each rank's own.
+        """
+        with _live_lock:
+            own = set(found).difference(*(each._index_of for each in _live))
+        if names := [name for name, param in named if id(param) in own]:
+            raise RuntimeError(
+                f"{listed(names)} not averaged, and have gradients of this rank's own: they were added, "
+                "replaced or unfrozen (requires_grad_, load_state_dict(assign=True), a new layer) after "
+                "the module was wrapped, or the Reducer constructed. Wrap or construct again after such a "
+                "change; for parameters that are meant to stay each rank's own, call DistributedDataParallel."
+                "_set_params_and_buffers_to_ignore_for_model(module, names) before, or leave them out of the "
+                "Reducer's params"
+            )
 
     def close(self) -> None:
         """End sharing: this Reducer will average nothing more."""

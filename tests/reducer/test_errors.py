@@ -7,7 +7,18 @@ from torch import nn
 
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
-from tests.reducer.models import MLP, Branches, Embeddings, loss_of, make_reducer
+from tests.reducer.models import (
+    MLP,
+    PLAIN,
+    STATIC,
+    UNUSED,
+    VIEW,
+    Branches,
+    Embeddings,
+    loss_of,
+    make_reducer,
+    run_cases,
+)
 
 
 def different_models(rank):
@@ -266,3 +277,61 @@ def test_arguments(run_ranks):
 def test_no_process_group():
     with pytest.raises(RuntimeError, match="init_process_group"):
         Reducer(MLP().parameters())
+
+
+class Adapted(nn.Module):
+    """This model has a frozen layer, and another one that never gets a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.head, self.never = nn.Linear(3, 3), nn.Linear(3, 1), nn.Linear(2, 2)
+        self.base.requires_grad_(False)
+        self.never.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.base(x))
+
+
+def unfrozen_later(rank, options, how):
+    """Return the message of the step in which a layer is unfrozen, the head's average, and the next one's."""
+    torch.manual_seed(0)
+    model, said = Adapted(), []
+    reducers = [make_reducer(model, **options)]
+    for step in range(3):
+        if step == 1:
+            (model.base.bias if how == "bias" else model.base).requires_grad_(True)
+            model.never.requires_grad_(True)
+        if step == 2:
+            model.base.requires_grad_(how == "constructed again")
+            model.never.requires_grad_(False)
+            if how == "constructed again":
+                reducers.append(make_reducer(model, **options))
+        model.zero_grad()
+        try:
+            outputs = model(torch.full((2, 3), rank + 1.0))
+            for reducer in reducers:
+                reducer.prepare_for_backward(outputs)
+            outputs.sum().backward()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+        average = model.head.weight.grad.clone()
+        if how == "constructed again" and step == 2:
+            average = model.base.weight.grad.clone()
+        said.append(average)
+    for reducer in reducers:
+        reducer.close()
+    return said
+
+
+def test_parameters_that_are_unfrozen_later(run_ranks):
+    cases = [(PLAIN, "all"), (VIEW, "bias"), (UNUSED, "all"), (STATIC, "all"), (PLAIN, "constructed again")]
+    ranks = run_ranks(run_cases, 2, unfrozen_later, cases)
+    for results in ranks:
+        for (options, how), said in zip(cases, results, strict=True):
+            names = "base.bias" if how == "bias" else "base.weight, base.bias"
+            expected = f"parameters {names} are not averaged, and have gradients of this rank's own"
+            assert said[2].startswith(expected), (options, how)
+            assert [said[0], said[4]] == ["", ""], (options, how)
+    for one, other in zip(*ranks, strict=True):
+        assert all(torch.equal(one[index], other[index]) for index in (1, 3, 5))
