@@ -136,7 +136,11 @@ class Agreement:
     def verify(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError on every rank unless all have the same parameters and options."""
         named = zip(names, params, strict=True)
-        shapes = [(name, tuple(each.shape), str(each.dtype)) for name, each in named]
+        # Buckets hold gradients in their parameters' memory order.
+        shapes = [
+            (name, tuple(each.shape), str(each.dtype), *(() if each.is_contiguous() else [each.stride()]))
+            for name, each in named
+        ]
         whose, advice = (
             "the ranks have different models: what they average",
             "Build the same model on every rank",

@@ -22,14 +22,15 @@ from tests.reducer.models import (
 
 
 def different_models(rank):
-    """Return this rank's messages if rank 1 has another parameter, shape, dtype or frozen layer."""
+    """Return this rank's messages if rank 1 has another parameter, shape, dtype, layout or frozen layer."""
     messages = []
-    for change in ("number", "shape", "dtype", "frozen"):
+    for change in ("number", "shape", "dtype", "layout", "frozen"):
         model = MLP()
         if rank == 1:
             model.append(nn.Linear(3, 3)) if change == "number" else None
             model[2] = nn.Linear(65, 64) if change == "shape" else model[2]
             model = model.double() if change == "dtype" else model
+            model[2].weight.data = model[2].weight.data.t() if change == "layout" else model[2].weight.data
         if change == "frozen":
             model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
             model[rank].requires_grad_(False)
@@ -42,7 +43,7 @@ def different_models(rank):
 def test_ranks_with_different_models(run_ranks):
     first, second = run_ranks(different_models, 2)
     assert first == second
-    number, shape, dtype, frozen = first
+    number, shape, dtype, layout, frozen = first
     for message in first:
         assert message.startswith("the ranks have different models: ")
         assert message.endswith("Build the same model on every rank")
@@ -52,6 +53,8 @@ def test_ranks_with_different_models(run_ranks):
     two, zero = f"{parameters}[2] is ", f"{parameters}[0] is "
     wide, narrow = of_rank("2.weight", [64, 64], "float32", 0), of_rank("2.weight", [64, 65], "float32", 1)
     assert f"{two}{wide} and {narrow}" in shape
+    transposed = '["2.weight", [64, 64], "torch.float32", [1, 64]] on rank 1'
+    assert f"{two}{wide} and {transposed}" in layout
     single, double = of_rank("0.weight", [64, 20], "float32", 0), of_rank("0.weight", [64, 20], "float64", 1)
     assert f"{zero}{single} and {double}" in dtype
     one, other = of_rank("1.weight", [8, 8], "float32", 0), of_rank("0.weight", [8, 8], "float32", 1)
