@@ -205,7 +205,12 @@ def _difference(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
     if all(isinstance(value, list) for value in values):
         lengths = [len(value) for value in values]
         if len(set(lengths)) > 1:
-            return _difference(f"the number of {name}", lengths, ranks)
+            number = _difference(f"the number of {name}", lengths, ranks)
+            for item in (item for value in values for item in value):
+                having = [rank for rank, value in zip(ranks, values, strict=True) if item in value]
+                if len(having) < len(ranks):
+                    return f"{number}, with {json.dumps(item)} on {_ranks(having)} alone"
+            return number
         items = list(zip(*values, strict=True))
         index = next(i for i, by_rank in enumerate(items) if any(item != by_rank[0] for item in by_rank))
         return f"{name}[{index}] is " + _by_value(items[index], ranks)

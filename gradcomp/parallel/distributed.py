@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ from gradcomp.reducer.autograd import not_compiled
 from .module import (
     check_hook,
     check_module,
+    described_buffers,
     group_of,
     named_parameters,
+    own_buffers,
     refuse,
+    require_same_buffers,
     sparse_weights,
     synchronizes_buffers,
     through_sink,
@@ -147,20 +151,28 @@ class DistributedDataParallel(nn.Module, Joinable):
             verify=verify,
             **dict.fromkeys(caps, self.bucket_cap_mb),
         )
-        self._compilers_view = _CompilersView(self.reducer.communicator.caps_bytes[1])
+        for hook, state in self._comm_hooks:
+            self.reducer.register_comm_hook(state, hook)
+        # A compiled graph is one node of autograd: all its gradients come when its backward ends. So
+        # torch.compile cuts graphs where a bucket is full (torch._dynamo.backends.distributed.DDPOptimizer),
+        # in the forward of the wrapper that TorchsDDP names. The first graph's cap is torch's for the first
+        # bucket, and may not be larger than the others'.
+        cap_bytes = max(int(self.reducer.communicator.caps_bytes[1]), dist._DEFAULT_FIRST_BUCKET_BYTES)
+        self._compilers_view = SimpleNamespace(bucket_bytes_cap=cap_bytes)
         self._broadcast_buffers = RepeatedBroadcast()
+        self._compared_buffers: list[str] = []
         self._divisor: int | None = None  # of join(), where ranks may have run out of input
         self._has_run = False
 
     def _synchronize(self, buffers: bool) -> None:
         """Compare the ranks' buffers and options, and copy rank 0's parameters and buffers to all ranks."""
         in_forward = bool(self.forward_sync_buffers)
-        named = self.module.named_buffers() if in_forward or buffers else ()
-        ignored = self.parameters_to_ignore
+        compared = in_forward or buffers
+        self._compared_buffers = described_buffers(self.module, self.parameters_to_ignore) if compared else []
         values: dict[str, Any] = {
             "forward_sync_buffers (broadcast_buffers)": in_forward,
             "synchronizing buffers at construction": buffers,
-            "buffers": [(name, tuple(each.shape), each.dtype) for name, each in named if name not in ignored],
+            "buffers": self._compared_buffers,
         }
         advice = "Build the same model on every rank, and wrap it with the same options"
         whose = "what DistributedDataParallel was given"
@@ -253,8 +265,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.static_graph = True
         self.reducer.close()
         self._make_reducer(verify=False)
-        for hook, state in self._comm_hooks:
-            self.reducer.register_comm_hook(state, hook)
 
     # --- parameters and buffers, equal on all ranks ---
 
@@ -262,26 +272,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Copy the parameters, with `buffers` also the buffers, of the group's rank src to all its ranks."""
         states = [param for _, param in named_parameters(self.module, self.parameters_to_ignore)]
         if buffers:
-            states += self._own_buffers()
+            states += own_buffers(self.module, self.parameters_to_ignore)
         broadcast_coalesced(states, src, self.process_group)
 
-    def _own_buffers(self) -> list[torch.Tensor]:
-        """Return the buffers to synchronize, found again every time: a module may replace buffers."""
-        if ignored := self.parameters_to_ignore:
-            return [buffer for name, buffer in self.module.named_buffers() if name not in ignored]
-        # Without their names, which take most of Module.buffers()'s time.
-        unique = {id(buffer): buffer for each in self.module.modules() for buffer in each._buffers.values()}
-        return [buffer for buffer in unique.values() if buffer is not None]
+    def _compare_buffers(self) -> None:
+        now = described_buffers(self.module, self.parameters_to_ignore)
+        require_same_buffers(now, self._compared_buffers, self.process_group, self.device)
+        self._compared_buffers = now
 
     def sync_buffers(self, has_input: bool) -> None:
         """Copy buffers to all ranks before a forward: rank 0's; in join(), the highest rank's with input."""
         if not (self.require_forward_param_sync and self.forward_sync_buffers):
             return
-        if buffers := self._own_buffers():
+        buffers = own_buffers(self.module, self.parameters_to_ignore)
+        if buffers or self._broadcast_buffers.kept:
             src = _highest_rank(self, has_input) if self._join_config.enable else 0
             # A forward before this one may still need them for its backward.
             with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
-                self._broadcast_buffers(buffers, src, self.process_group)
+                self._broadcast_buffers(buffers, src, self.process_group, self._compare_buffers)
 
     # --- uneven inputs ---
 
@@ -322,10 +330,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group_of(None, None)
-        hooks, self._comm_hooks = self._comm_hooks, []
         self._make_reducer(verify=False)
-        for hook, hook_state in hooks:
-            self.register_comm_hook(hook_state, hook)
 
 
 class _WrappersReducer(Reducer):
@@ -385,19 +390,6 @@ class _WrappersReducer(Reducer):
                 for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
                     optimizer.step()
                 param.grad = None
-
-
-class _CompilersView:
-    """The attribute that torch.compile reads of the wrapper whose forward is running: a bucket's bytes.
-
-    A compiled graph is one node of autograd: all its gradients come when its backward ends. So torch.compile
-    cuts graphs where a bucket is full, in the forward of torch's wrapper
-    (torch._dynamo.backends.distributed.DDPOptimizer). It finds the wrapper in a class attribute.
-    """
-
-    def __init__(self, cap_bytes: float):
-        # The first graph's cap is torch's for the first bucket, and may not be larger than the others'.
-        self.bucket_bytes_cap = max(int(cap_bytes), dist._DEFAULT_FIRST_BUCKET_BYTES)
 
 
 class _WrappersJoinHook(JoinHook):

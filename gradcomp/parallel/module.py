@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradcomp.comm.bucket import GradBucket
+from gradcomp.comm.consistency import require_all_ranks, require_same_on_all_ranks
 from gradcomp.reducer.bucket import require_callable
 from gradcomp.reducer.parameters import require_plain
 
@@ -147,6 +148,39 @@ def check_hook(state: Any, hook: Callable[..., Any]) -> None:
 def named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and parameters, without the ignored ones."""
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
+
+
+def own_buffers(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
+    """Return the buffers to synchronize, found again every time: a module may replace buffers."""
+    if ignored:
+        return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+    # Without their names, which take most of Module.buffers()'s time.
+    unique = {id(buffer): buffer for each in module.modules() for buffer in each._buffers.values()}
+    return [buffer for buffer in unique.values() if buffer is not None]
+
+
+def described_buffers(module: nn.Module, ignored: set[str]) -> list[str]:
+    named = module.named_buffers()
+    return [f"{name} {list(each.shape)} {each.dtype}" for name, each in named if name not in ignored]
+
+
+def require_same_buffers(
+    now: list[str], before: list[str], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raise RuntimeError unless the buffers have changed on every rank, and are alike.
+
+    Called before the first copy, and where this rank's buffers have changed. Other ranks may be in another
+    collective: this rank waits in the store, and leaves a note there for their errors.
+    """
+    advice = (
+        "Register, replace and remove buffers on all ranks in the same step, or let each rank have its own "
+        "(forward_sync_buffers=False, or _set_params_and_buffers_to_ignore_for_model)"
+    )
+    changed = ", ".join(sorted(set(now).symmetric_difference(before))[:8])
+    call = "a forward whose module has other buffers than in the last one"
+    cause = f"Buffers that have changed: {changed or 'none'}. {advice}"
+    require_all_ranks(call, "copy a module's buffers to all ranks", group, cause)
+    require_same_on_all_ranks("what DistributedDataParallel has", {"buffers": now}, group, device, advice)
 
 
 def sparse_weights(module: nn.Module) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,25 @@ class RepeatedBroadcast:
     """Copies like broadcast_coalesced, and keeps its buffers for the next call with the same shapes.
 
     Dispatches one operator per chunk and dtype, and one for the broadcast, for any number of tensors.
+
+    compare: called before tensors of another number, dtype or shape than in the last call are copied.
     """
 
     def __init__(self) -> None:
-        self._kept: list[_Chunk] = []
+        self.kept: list[_Chunk] = []
 
-    def __call__(self, tensors: Sequence[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
+    def __call__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        src: int,
+        group: dist.ProcessGroup,
+        compare: Callable[[], None] = lambda: None,
+    ) -> None:
         chunks = list(_chunks(tensors))
-        if [chunk.descriptions for chunk in self._kept] != [_described(chunk) for chunk in chunks]:
-            self._kept = [_Chunk(chunk) for chunk in chunks]
-        for kept, chunk in zip(self._kept, chunks, strict=True):
+        if [chunk.descriptions for chunk in self.kept] != [_described(chunk) for chunk in chunks]:
+            compare()
+            self.kept = [_Chunk(chunk) for chunk in chunks]
+        for kept, chunk in zip(self.kept, chunks, strict=True):
             kept.broadcast(chunk, src, group)
 
 

@@ -3,15 +3,18 @@
 import copy
 import inspect
 import io
+import re
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradcomp
 from tests.parallel.beside_torch import assert_alike, assert_alike_in_groups, batch_of, flat, gradients
-from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of, on_device
+from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of, on_device, run_cases
 
 
 def reassigned_buffers(cls, rank, options):
@@ -54,6 +57,62 @@ def test_buffers_at_construction(run_group):
         cases, assert_alike_in_groups(run_group, buffers_at_construction, cases), strict=True
     ):
         assert torch.equal(ranks[0], ranks[-1]) == ("broadcast_buffers" not in options or len(ranks) == 1)
+
+
+def other_buffers(rank, change, has_buffers):
+    """Change one rank's buffers, or all ranks', before the third of four steps. Return the error."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if has_buffers else nn.Tanh())
+    dist.barrier()  # the ranks end the last case at unlike times
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    ddp = gradcomp.DistributedDataParallel(model, process_group=group)
+    try:
+        for step in range(4):
+            if step == 2 and change in (rank, "all"):
+                model[0].register_buffer("extra", torch.full((5,), float(rank)))
+            elif step == 2 and change == "shape":
+                model[0].register_buffer("extra", torch.zeros(5, rank + 1, dtype=torch.int64))
+            elif step == 2 and change == "removed" and rank == 1:
+                del model[1].running_var
+                model[1].running_var = torch.ones(4)
+            ddp(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return model[0].extra
+
+
+MEETS = "a forward whose module has other buffers than in the last one"
+
+
+def test_buffers_of_one_rank_are_named_on_all_ranks(run_ranks):
+    cases = [
+        (0, False, rf"{MEETS}.*Buffers that have changed: 0.extra \[5\] torch.float32"),
+        ("removed", True, rf"{MEETS}.*Buffers that have changed: 1.running_var \[4\] torch.float32"),
+        ("shape", True, r'buffers\[0\] is "0.extra \[5, 1\] torch.int64" on rank 0 and "0.extra \[5, 2\]'),
+    ]
+    for results in run_ranks(run_cases, 2, other_buffers, [case[:2] for case in cases]):
+        for case, result in zip(cases, results, strict=True):
+            assert re.search(case[2], result), (case, result)
+
+
+def test_buffers_that_change_on_all_ranks_are_copied(run_ranks):
+    cases = [("all", True), ("all", False)]
+    for results in run_ranks(run_cases, 2, other_buffers, cases):
+        assert [each.tolist() for each in results] == [[0.0] * 5] * 2
+
+
+def unlike_buffers(rank):
+    model = nn.Linear(4, 4)
+    if rank == 1:
+        model.register_buffer("own", torch.zeros(3))
+    with pytest.raises(RuntimeError) as caught:
+        gradcomp.DistributedDataParallel(model)
+    return str(caught.value)
+
+
+def test_a_buffer_of_one_rank_is_named_at_construction(run_ranks):
+    for message in run_ranks(unlike_buffers, 2):
+        number = "the number of buffers is 0 on rank 0 and 1 on rank 1"
+        assert f'{number}, with "own [3] torch.float32" on rank 1 alone' in message
 
 
 def serialize(cls, rank, how):
