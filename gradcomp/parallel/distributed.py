@@ -26,6 +26,7 @@ from .module import (
     check_module,
     described_buffers,
     group_of,
+    logging_data,
     named_parameters,
     own_buffers,
     refuse,
@@ -266,6 +267,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.close()
         self._make_reducer(verify=False)
 
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return values of the construction and the buckets under torch's names, without times."""
+        return logging_data(self)
+
     # --- parameters and buffers, equal on all ranks ---
 
     def sync_module(self, src: int, buffers: bool) -> None:
@@ -352,6 +357,10 @@ class _WrappersReducer(Reducer):
         left_alone = [param for name, param in module.named_parameters() if name in ignored]
         self._known = {id(param): param for param in [*self._params, *left_alone]}
         self._stepping: list[torch.Tensor] = []
+
+    def _rebuild_buckets(self) -> bool:
+        """Return False, for Lightning's manual optimization, which calls this on torch's Reducer."""
+        return False
 
     def before_forward(self) -> None:
         """Raise RuntimeError if the last backward did not reach all parameters.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradcomp.comm.bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket, name_of
 from gradcomp.comm.consistency import require_all_ranks, require_same_on_all_ranks
 from gradcomp.reducer.bucket import require_callable
 from gradcomp.reducer.parameters import require_plain
@@ -181,6 +181,27 @@ def require_same_buffers(
     cause = f"Buffers that have changed: {changed or 'none'}. {advice}"
     require_all_ranks(call, "copy a module's buffers to all ranks", group, cause)
     require_same_on_all_ranks("what DistributedDataParallel has", {"buffers": now}, group, device, advice)
+
+
+def logging_data(ddp: Any) -> dict[str, Any]:
+    """Return values under torch's names (_get_ddp_logging_data)."""
+    communicator = ddp.reducer.communicator
+    params = communicator.params
+    options = "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"
+    return {
+        "module_name": type(ddp.module).__name__,
+        "backend_name": dist.get_backend(ddp.process_group),
+        "device_ids": ", ".join(map(str, ddp.device_ids or ())),
+        "dtypes": ", ".join({str(param.dtype).removeprefix("torch."): None for param in params}),
+        "bucket_sizes": ", ".join(str(bucket.buffer.nbytes) for bucket in communicator.buckets),
+        "comm_hook": "" if communicator.hook is None else name_of(communicator.hook[1]),
+        "rank": ddp.process_group.rank(),
+        "world_size": ddp.process_group.size(),
+        "num_parameter_tensors": len(params),
+        "total_parameter_size_bytes": sum(param.nbytes for param in params),
+        "bucket_cap_bytes": int(communicator.caps_bytes[1]),
+        **{name: int(getattr(ddp, name)) for name in options},
+    }
 
 
 def sparse_weights(module: nn.Module) -> list[torch.Tensor]:
