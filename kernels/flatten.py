@@ -62,7 +62,7 @@ class FlattenTables:
     """
 
     def __init__(self, tiles: Sequence[tuple[int, int, int, int]], num_tensors: int, device: torch.device):
-        self.tiles = send(torch.tensor(tiles, dtype=torch.int64).reshape(-1, 4), device)
+        self.tiles = send(torch.tensor(tiles, dtype=torch.int64, device="cpu").reshape(-1, 4), device)
         self._pointers = torch.empty(num_tensors, dtype=torch.int64, device=device)
         self._addresses: list[int] = []
 
@@ -73,7 +73,7 @@ class FlattenTables:
         """
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
-            host = torch.tensor(addresses, dtype=torch.int64)
+            host = torch.tensor(addresses, dtype=torch.int64, device="cpu")
             self._pointers.copy_(pinned(host, self._pointers.device), non_blocking=True)
             self._addresses = addresses
         return self._pointers

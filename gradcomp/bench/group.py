@@ -57,7 +57,7 @@ class Group:
 
     def agree(self, value: int) -> int:
         """Return rank 0's value. A collective."""
-        shared = torch.tensor([value], device=self.device)
+        shared = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.broadcast(shared, src=0)
         return int(shared.item())
 
@@ -65,7 +65,7 @@ class Group:
         """Return the time from a message to its answer between ranks, or nodes, as hooks do. A collective."""
         world = resolve_group("python -m gradcomp bench", None)
         between = self.nodes.between if self.nodes else None
-        return exchange.round_trip_s(torch.empty(0, device=self.device), world, between)
+        return exchange.round_trip_s(torch.empty(0, dtype=torch.float32, device=self.device), world, between)
 
     def slowest(self, samples_s: Sequence[float]) -> list[float]:
         """Return for each sample the longest time of any rank. A collective."""
@@ -148,7 +148,7 @@ def link_samples(group: Group) -> Iterator[LinkSample]:
     for place, ranks in groups.items():
         num_buffers = group.ranks_per_node if place == "between" else 1
         for size in SIZES_BYTES:
-            buffer = torch.zeros(size // 4, device=group.device)
+            buffer = torch.zeros(size // 4, dtype=torch.float32, device=group.device)
             seconds = statistics.median(group.slowest(_timed(buffer, ranks)[1:]))
             yield LinkSample(size * num_buffers, seconds, place)
             if seconds > LONG_S and size > SIZES_BYTES[0]:

@@ -40,19 +40,21 @@ class Workload:
 def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Tensor]:
     """Return a GPT, by default of 3.3 million parameters, without positions, and tokens as its input."""
     options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    embedding = nn.Embedding(VOCABULARY, width)
     module = nn.Sequential(
-        nn.Embedding(VOCABULARY, width),
+        embedding,
         *(nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(num_blocks)),
         nn.LayerNorm(width),
         nn.Linear(width, VOCABULARY, bias=False),
     )
-    return module, torch.randint(VOCABULARY, (BATCH, SEQUENCE))
+    tokens = embedding.weight.new_empty(BATCH, SEQUENCE, dtype=torch.int64).random_(VOCABULARY)
+    return module, tokens
 
 
 def mlp(width: int = 1024) -> tuple[nn.Module, Tensor]:
     """Return a perceptron of three layers, 1.9 million parameters, and its input."""
     layers = (nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
-    return nn.Sequential(*layers), torch.randn(64, 784)
+    return nn.Sequential(*layers), layers[0].weight.new_empty(64, 784).normal_()
 
 
 BUILT_IN_WORKLOADS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {

@@ -367,10 +367,10 @@ def _given_s() -> float:
 
 def _measured_s(group: dist.ProcessGroup) -> float:
     """Return the time of the shortest of a few exchanges of a number each."""
-    mine, times = torch.zeros(1), []
+    mine, times = torch.zeros(1, dtype=torch.float32, device="cpu"), []
     with Explaining.of("measure the delay of the links", group):
         for _ in range(_SAMPLES):
-            received = torch.empty(group.size(), 1)
+            received = mine.new_empty(group.size(), 1)
             begun = time.perf_counter()
             all_gather(received, mine, group).wait()
             times.append(time.perf_counter() - begun)

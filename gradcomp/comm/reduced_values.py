@@ -35,7 +35,8 @@ class ReducedValues:
         self._operation = Explaining.of(what, groups[0])
         self._passed: Any = None  # on CUDA, the event after the copy to the host
         on_device = self._values = torch.empty(len(values), dtype=torch.float64, device=device)
-        on_device.copy_(pinned(torch.tensor(values, dtype=torch.float64), device), non_blocking=True)
+        host = torch.tensor(values, dtype=torch.float64, device="cpu")
+        on_device.copy_(pinned(host, device), non_blocking=True)
         self._work: Any = None
         with self._operation:
             for group in groups:
@@ -44,7 +45,7 @@ class ReducedValues:
                 self._work = dist.all_reduce(on_device, operation, group=group, async_op=True)
             if has_streams(device):
                 self._work.wait()  # the stream waits
-                self._values = pinned(torch.empty(len(values), dtype=torch.float64), device)
+                self._values = pinned(torch.empty_like(host), device)
                 self._values.copy_(on_device, non_blocking=True)
                 self._passed = torch.cuda.current_stream(device).record_event()
 

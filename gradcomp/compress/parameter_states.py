@@ -230,9 +230,10 @@ class Bucket:
         for name in dict.fromkeys(name for entry in own for name in entry):
             values = [entry.get(name) for entry in own]
             if name == "error":
-                pairs = zip(values, self.numels, strict=True)
-                parts = [torch.zeros(n) if value is None else value.reshape(-1) for value, n in pairs]
-                state[name] = torch.cat([part.to(self.device, wide) for part in parts])
+                state[name] = torch.zeros(sum(self.numels), dtype=wide, device=self.device)
+                for part, value in zip(state[name].split(self.numels), values, strict=True):
+                    if value is not None:
+                        part.copy_(value.reshape(-1))
             else:
                 state[name] = values
         if "error" in state:

@@ -441,6 +441,7 @@ class PowerSGDPlan:
         """Yield random orthonormal directions for every matrix group, the same on every rank."""
         generator = torch.Generator().manual_seed(seed)
         for group in self.groups:
-            panel = torch.randn(group.qt.mT.shape, generator=generator, device="cpu").to(group.direction)
+            drawn = torch.randn(group.qt.mT.shape, generator=generator, dtype=torch.float32, device="cpu")
+            panel = drawn.to(group.direction)
             orthonormalize([panel], 0.0, [panel.new_empty(2, *panel.shape, dtype=torch.float64)])
             yield panel.mT

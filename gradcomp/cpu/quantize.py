@@ -40,7 +40,7 @@ class _Buffers(threading.local):
     def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         buffer, numel = self.by_dtype.get(dtype), shape.numel()
         if buffer is None or buffer.numel() < numel:
-            buffer = self.by_dtype[dtype] = torch.empty(numel, dtype=dtype)
+            buffer = self.by_dtype[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
         return buffer[:numel].view(shape)
 
 
@@ -223,7 +223,7 @@ class QuantizedPlan:
         self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean
         sections, num_bytes = layout.sections(bits, self._uncompressed_dtype.itemsize)
         self._codes_at, self._scales_at, self._exact_at = sections
-        self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8)
+        self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8, device="cpu")
         self.received = self.payload.new_empty(0 if only_dequantizes else num_ranks, num_bytes)
         has_mean = self._has_own and not (only_dequantizes or only_sums)
         self.mean = self.payload.new_zeros(num_bytes if has_mean else 0)
@@ -232,13 +232,13 @@ class QuantizedPlan:
         self._sent = [self._chunks(row, shard) for shard, row in enumerate(self.payload)]
         self._received = [self._chunks(row) for row in self.received]
         self._mean = self._chunks(self.mean) if has_mean else []
-        self._scratch = torch.zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
+        self._scratch = self.payload.new_zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
         self.error: torch.Tensor | None = None
         # Without an error, this rank's own values from quantize to the sum.
         keeps_own = self._has_own and not (error_feedback or only_dequantizes)
-        self._kept = torch.zeros(layout.shard_numel if keeps_own else 0, dtype=wide)
+        self._kept = self.payload.new_zeros(layout.shard_numel if keeps_own else 0, dtype=wide)
         if error_feedback and not only_sums:
-            self.error = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
+            self.error = self.payload.new_zeros(layout.world_size * layout.shard_numel, dtype=wide)
 
     def _chunks(self, payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
         """Cut a payload into chunks; with its shard's number, they know their places in the bucket."""
@@ -292,7 +292,7 @@ class QuantizedPlan:
                     quantize(values, codes=chunk.codes, top=self._top, **how)
         for values, mask, before in waiting:
             values[mask] = before
-        exact = torch.zeros(len(self.payload) * self.layout.exact_numel, dtype=self._uncompressed_dtype)
+        exact = flat.new_zeros(len(self.payload) * self.layout.exact_numel, dtype=self._uncompressed_dtype)
         for each in self.layout.exact:
             exact[each.stored] = flat[each.in_bucket]
         self.payload[:, self._exact_at] = exact.view(torch.uint8).view(len(self.payload), -1)
@@ -320,7 +320,7 @@ class QuantizedPlan:
 
     def _gradients_of(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
         """Return a chunk's gradients without errors."""
-        gradients = torch.zeros(len(chunk.scales) * self.layout.block_size, dtype=self._wide)
+        gradients = flat.new_zeros(len(chunk.scales) * self.layout.block_size, dtype=self._wide)
         for stored, in_bucket in chunk.copies:
             gradients[stored] = flat[in_bucket].to(self._wide)
         return gradients.view(-1, self.layout.block_size)
@@ -389,7 +389,7 @@ class QuantizedPlan:
             if self._has_own:
                 own.zero_()
         exact = received[:, self._exact_at].contiguous().view(self._uncompressed_dtype)
-        total = torch.zeros(self.layout.exact_numel, dtype=self._wide)
+        total = exact.new_zeros(self.layout.exact_numel, dtype=self._wide)
         for row in exact:
             total.add_(row, alpha=self._shrink)
         if self._divisor != 1.0:

@@ -431,7 +431,7 @@ def _will_average(ddp: DistributedDataParallel, mine: bool) -> torch.Tensor:
 
 
 def _reduced(what: str, ddp: DistributedDataParallel, value: int, operation: Any) -> torch.Tensor:
-    reduced = torch.full((1,), value, device=ddp.device)
+    reduced = torch.full((1,), value, dtype=torch.int64, device=ddp.device)
     with Explaining.of(what, ddp.process_group):
         dist.all_reduce(reduced, operation, group=ddp.process_group)
     return reduced

@@ -151,7 +151,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def _nodes_of(tensors: Sequence[torch.Tensor]) -> list[Any]:

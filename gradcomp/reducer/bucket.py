@@ -378,7 +378,7 @@ def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     gradient = gradient.detach().coalesce()
     rows = gradient.indices()[0]
     values = gradient.values().reshape(len(rows), *shape[1:])
-    count = torch.tensor([len(rows)], device=device)
+    count = torch.tensor([len(rows)], dtype=torch.int64, device=device)
     counts = [torch.empty_like(count) for _ in range(group.size())]
     gathered = []
     with Explaining.of(f"average a sparse gradient of shape {list(shape)}", group):
@@ -390,5 +390,6 @@ def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
             everyone = [torch.empty_like(padded) for _ in lengths]
             dist.all_gather(everyone, padded, group=group)
             gathered.append(torch.cat([each[:num] for each, num in zip(everyone, lengths, strict=True)]))
-    all_rows, all_values = gathered[0][None], gathered[1] / group.size()
-    return torch.sparse_coo_tensor(all_rows, all_values, shape, check_invariants=False).coalesce()
+    rows, values = gathered[0][None], gathered[1] / group.size()
+    mean = torch.sparse_coo_tensor(rows, values, shape, dtype=dtype, device=device, check_invariants=False)
+    return mean.coalesce()

@@ -159,7 +159,7 @@ class UsedMap:
     """
 
     def __init__(self, used: set[int], num_params: int, device: torch.device, group: dist.ProcessGroup):
-        mine = torch.zeros(num_params, dtype=torch.int32)
+        mine = torch.zeros(num_params, dtype=torch.int32, device="cpu")
         mine[sorted(used)] = 1
         self._uses_all = len(used) == num_params
         self._counts = send(mine, device)

@@ -104,7 +104,7 @@ class Workload:
         if not (0 <= step < self.num_steps and 0 <= rank < self.world_size):
             raise IndexError(f"step {step}, rank {rank} of {self.num_steps} steps, {self.world_size} ranks")
         if step >= self.steps:
-            return [torch.zeros(shape, dtype=self.dtype) for shape in self.shapes]
+            return [torch.zeros(shape, dtype=self.dtype, device="cpu") for shape in self.shapes]
         source = self.order[rank] if self.order else rank
         drawn_step = step % self.period if self.period else step
         drawn = [self._draw(drawn_step, source, index) for index in range(len(self.shapes))]
@@ -215,14 +215,14 @@ def _gradient(
     rows = shape[0] if shape else 1
     cols = math.prod(shape[1:])
     if spectrum == "zero" or rows * cols == 0:
-        return torch.zeros(shape, dtype=torch.float64)
+        return torch.zeros(shape, dtype=torch.float64, device="cpu")
     full = min(rows, cols)
-    numbers = torch.arange(1.0, full + 1, dtype=torch.float64)
+    numbers = torch.arange(1.0, full + 1, dtype=torch.float64, device="cpu")
     spectra = {
         "flat": torch.ones_like(numbers),
         "low_rank": (numbers <= rank_of_matrix).double(),
         "power_law": 1.0 / numbers,
-        "clustered": torch.where(numbers <= math.ceil(full / 4), 1.0, 0.01).double(),
+        "clustered": torch.ones_like(numbers).masked_fill_(numbers > math.ceil(full / 4), 0.01),
     }
     if spectrum not in spectra:
         raise ValueError(f"spectrum {spectrum!r} is not one of {', '.join(spectra)}, zero")
@@ -249,12 +249,16 @@ def _mask(shape: Shape, fraction: float, seed: int) -> Tensor:
     """Choose the elements of a tensor that are 0 in every step."""
     rows, cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.zeros(rows, cols, dtype=torch.bool)
+    chosen = torch.zeros(rows, cols, dtype=torch.bool, device="cpu")
+
+    def shuffled(number: int) -> Tensor:
+        return torch.randperm(number, generator=generator, dtype=torch.int64, device="cpu")
+
     num = math.ceil(fraction * rows * cols)
-    chosen.view(-1)[torch.randperm(rows * cols, generator=generator)[:num]] = True
+    chosen.view(-1)[shuffled(rows * cols)[:num]] = True
     if len(shape) > 1:
-        chosen[torch.randperm(rows, generator=generator)[: int(fraction / 2 * rows)]] = True
-        chosen[:, torch.randperm(cols, generator=generator)[: int(fraction / 2 * cols)]] = True
+        chosen[shuffled(rows)[: int(fraction / 2 * rows)]] = True
+        chosen[:, shuffled(cols)[: int(fraction / 2 * cols)]] = True
     return chosen.view(shape)
 
 
@@ -274,4 +278,4 @@ def _mixed(shape: Shape, seed: int, drift: float, step: int, rank: int = 0) -> T
 
 def _normal(shape: Shape, seed: int, step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed((seed * 65_537 + step) * 257 + rank)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

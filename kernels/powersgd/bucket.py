@@ -129,7 +129,7 @@ class PowerSGDBucket:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         def sent(rows: list[tuple[int, ...]]) -> torch.Tensor:
-            return send(torch.tensor(rows, dtype=torch.int64), device)
+            return send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
 
         self.work, self.dtype = work, dtype
         self.error_feedback, self.warm_start = error_feedback, warm_start

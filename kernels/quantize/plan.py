@@ -82,7 +82,7 @@ class QuantizedPlan:
         bucket, kept, rank = Slot.buffer(dtype), Slot("kept", self._kept[:0]), Slot("rank", 1000)
         received = Slot("received", torch.empty(1, dtype=self._uncompressed_dtype, device="meta"))
         bucket_work, shard_work = (
-            send(torch.tensor(rows, dtype=torch.int64), self._device)
+            send(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._device)
             for rows in (work.bucket_work, work.sum_work if only_sums else work.shard_work)
         )
         constants = {

@@ -130,7 +130,7 @@ class Recorder:
     def _next_values(self, device: torch.device) -> torch.Tensor:
         """Allocate a row's values, [3, NUM_VALUES]."""
         if self._block is None or self._num_used == _BLOCK_ROWS or self._block.device != device:
-            self._block = torch.empty(_BLOCK_ROWS, 3, NUM_VALUES, device=device)
+            self._block = torch.empty(_BLOCK_ROWS, 3, NUM_VALUES, dtype=torch.float32, device=device)
             self._num_used = 0
         self._num_used += 1
         return self._block[self._num_used - 1]

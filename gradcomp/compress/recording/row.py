@@ -153,7 +153,7 @@ def relative_errors(
     gradients, and E = M − C. The ranks' sketches of errors are averaged to estimate E.
     """
     gradients, averages, errors = values[:, :, 1:].unbind(1)
-    keeps = torch.tensor(has_error, device=values.device).view(-1, 1)
+    keeps = torch.tensor(has_error, dtype=torch.bool, device=values.device).view(-1, 1)
     owed = torch.where(keeps, errors, gradients - averages).double()
     with Explaining.of("average the sketches of the recorded rows", group):
         dist.all_reduce(owed, group=group)

@@ -125,7 +125,7 @@ def zero_stays_zero(subject: Subject, workload: Workload) -> None:
     shapes, every element is checked.
     """
     claims, run = subject.claims, subject.finite_run(workload)
-    zero = [torch.ones(shape, dtype=torch.bool) for shape in workload.shapes]
+    zero = [torch.ones(shape, dtype=torch.bool, device="cpu") for shape in workload.shapes]
     for output in run.each_output():
         step, index, average = output.step, output.index, output.average
         if output.rank == 0:
@@ -311,7 +311,8 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in means])
     outputs = torch.stack([flat(run.outputs[step][0]) for step in steps])
     draws = (outputs.view(NUM_STEPS // 2, -1) - mean) / unit
-    shuffled = torch.randperm(len(draws), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.randperm(len(draws), generator=generator, dtype=torch.int64, device="cpu")
     first, second = draws[shuffled].chunk(2)
     direction = first.mean(0)
     sums = second @ (direction / direction.norm().clamp(min=1e-300))
