@@ -21,6 +21,9 @@ T = TypeVar("T")
 Future = torch.futures.Future[torch.Tensor]
 
 
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the process's one side stream on a CUDA device: all hooks' work has one order there.
@@ -29,7 +32,8 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     kernel would wait until backward's kernels have no blocks left to start. A priority stops no running block
     and adds no work, so backward loses only our kernels' time, as at any priority.
     """
-    return torch.cuda.Stream(device, priority=-1)
+    # For two threads at once, cache calls this twice.
+    return _side_streams.setdefault(device, torch.cuda.Stream(device, priority=-1))
 
 
 def require_no_capture(what: str, device: torch.device) -> None:

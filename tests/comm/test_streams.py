@@ -1,7 +1,13 @@
 """Test the stream that hooks' work runs on, with CUDA stubbed in another process."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
+import torch
+
+from gradcomp.comm.streams import side_stream
 from tests.programs import needs_stub_cuda, run_python
 
 PROGRAM = """
@@ -48,3 +54,18 @@ def test_work_runs_on_the_side_stream_and_leaves_the_current_one():
     for index in (0, 1):  # index: the current device
         assert found[f"during {index}"] == found["side"]
         assert found[f"after {index}"] == found[f"after an error {index}"] == found["before"]
+
+
+def test_two_threads_at_once_get_one_stream(monkeypatch):
+    both_are_here = threading.Barrier(2)
+
+    def make_stream(device, priority):
+        with suppress(threading.BrokenBarrierError):  # with a lock, only one thread comes here
+            both_are_here.wait(timeout=1)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", make_stream)
+    device = torch.device("cuda", 99)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(side_stream, [device, device])
+    assert one is other is side_stream(device)
