@@ -28,6 +28,7 @@ from .comm.process_group import device_for, resolve_group
 from .comm.reduced_values import ReducedValues
 from .reducer import broadcast_coalesced
 from .reducer.average import Averaging
+from .reducer.parameters import require_trainable
 from .rules import COUNT, described
 
 __all__ = ["LocalSteps"]
@@ -82,6 +83,7 @@ class LocalSteps:
         local_steps.join()
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: nn.Module,
@@ -102,6 +104,8 @@ class LocalSteps:
                 "LocalSteps takes a model whose weights every rank has as a whole, but this one is sharded. "
                 "With FSDP2 see gradcomp.fsdp"
             )
+        for name, each in named:
+            require_trainable(name, each)
         _require_numbers(every, fragments, delay, len(named))
         self._names = [name for name, _ in named]
         self._weights: list[torch.Tensor] = [each for _, each in named]
@@ -141,6 +145,7 @@ class LocalSteps:
         _require_numbers(value, len(self._fragments), self._delay, len(self._weights))
         self._every = value
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> None:
         """Count a local step; begin or apply an exchange if it is time for it. Call it on every rank."""
@@ -154,6 +159,7 @@ class LocalSteps:
             if self._delay == 0:
                 self._apply()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def restart(self) -> None:
         """Take the present weights as the common ones, after you have averaged or loaded them yourself.
@@ -163,6 +169,7 @@ class LocalSteps:
         self._under_way, self._num_since = None, 0
         torch._foreach_copy_(self._common, self._weights)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def join(self) -> None:
         """Take part in the other ranks' exchanges until every rank has come here.
@@ -263,6 +270,7 @@ class LocalSteps:
             "under_way": under_way,
         }
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from state_dict(). Load the model's and the inner optimizer's, too.

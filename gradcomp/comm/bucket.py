@@ -127,13 +127,19 @@ def checked_bucket(
     group_name: the group's name in messages.
 
     Raises TypeError for anything but a dense floating-point bucket, or but a process group; RuntimeError if
-    there is no default group, and while a CUDA graph is captured.
+    there is no default group, in inference mode, and while a CUDA graph is captured.
     """
     if not isinstance(bucket, _BUCKETS):
         require_bucket(hook_name, bucket)
     buffer: torch.Tensor = bucket.buffer()
     if has_streams(buffer.device):
         require_no_capture(f"{hook_name} can't average gradients", buffer.device)
+    if torch.is_inference_mode_enabled() or buffer.is_inference():
+        raise RuntimeError(
+            f"{hook_name} can't average bucket {bucket.index()} in torch.inference_mode(), or if its buffer "
+            "was made there: what hooks keep must change outside, too. Wrap the model and run backward "
+            "outside of inference mode. gradcomp.average_ takes such tensors"
+        )
     group = resolve_group(hook_name, process_group, group_name)
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         require_dense_floats(hook_name, buffer)

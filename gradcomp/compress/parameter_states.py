@@ -311,6 +311,7 @@ class ParameterStates:
         bucket.take_over(taken)
         return lost
 
+    @torch.inference_mode(False)
     def _give_back(self, bucket: Bucket) -> None:
         """Take over the entries of a bucket's parameters from its compressor, and drop the compressor."""
         for key, entry in bucket.entries().items():

@@ -131,6 +131,7 @@ class SavedState(ConfiguredState):
         values = real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self._states.add_to_error(parameter, values)
 
+    @torch.inference_mode(False)
     def rescale_errors(self, factor: float) -> None:
         """Multiply this rank's errors by factor, after the scale of the gradients has changed.
 
@@ -239,6 +240,7 @@ class SavedState(ConfiguredState):
         self._load_checked(checked)
         self._warn_of_another_ranks_errors()
 
+    @torch.inference_mode(False)
     def checked(self, state_dict: Any) -> dict[str, Any]:
         """Check a state_dict, and return it in plain types. Raises the errors of load_state_dict."""
         checked = checkpoint.checked(state_dict, self.algorithm, self._compressor, self._options_class)

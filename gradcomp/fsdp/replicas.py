@@ -72,6 +72,7 @@ _WHOSE = "compress_replicas"
 _ADVICE = "Give every rank the same model, mesh and state"
 
 
+@torch.inference_mode(False)
 def compress_replicas(
     model: nn.Module, replicate_group: dist.ProcessGroup, state: CompressorState | None = None
 ) -> None:

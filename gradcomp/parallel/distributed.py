@@ -293,7 +293,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if buffers or self._broadcast_buffers.kept:
             src = _highest_rank(self, has_input) if self._join_config.enable else 0
             # A forward before this one may still need them for its backward.
-            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # type: ignore[attr-defined]
+            counted = tuple([buffer for buffer in buffers if not buffer.is_inference()])
+            with torch.autograd._unsafe_preserve_version_counter(counted):  # type: ignore[attr-defined]
                 self._broadcast_buffers(buffers, src, self.process_group, self._compare_buffers)
 
     # --- uneven inputs ---

@@ -48,6 +48,8 @@ def average_(
 
         gradcomp.average_([old - new for old, new in zip(before, after)], powerSGD_hook.powerSGD_hook, state)
     """
+    if torch.is_inference_mode_enabled():  # the hook works outside, where later steps find what it keeps
+        return torch.inference_mode(False)(average_)(tensors, hook, state, process_group, keys=keys)
     Averaging(tensors, hook, state, process_group, keys=keys, waits_at_once=True).wait()
     return tensors
 
@@ -104,7 +106,11 @@ class Averaging:
                 result = result_of(future, self._hook, wire)
             if result.data_ptr() != wire.data_ptr():
                 wire.copy_(result)
-            ops.unflatten(buffer, layout, out=members, parts=parts)
+            if any(member.is_inference() for member in members):  # they change in inference mode alone
+                with torch.inference_mode():
+                    torch._foreach_copy_(members, parts)
+            else:
+                ops.unflatten(buffer, layout, out=members, parts=parts)
         self._buckets = []
 
 

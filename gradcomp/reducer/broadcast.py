@@ -40,7 +40,8 @@ class RepeatedBroadcast:
         chunks = list(_chunks(tensors))
         if [chunk.descriptions for chunk in self.kept] != [_described(chunk) for chunk in chunks]:
             compare()
-            self.kept = [_Chunk(chunk) for chunk in chunks]
+            with torch.inference_mode(False):
+                self.kept = [_Chunk(chunk) for chunk in chunks]
         for kept, chunk in zip(self.kept, chunks, strict=True):
             kept.broadcast(chunk, src, group)
 
@@ -92,5 +93,7 @@ class _Chunk:
         with Explaining.of(f"copy the parameters or buffers of rank {src} to all ranks", group):
             dist.broadcast(self._wire, dist.get_global_rank(group, src), group=group)
         if not is_source:
-            for dtype, indices in self._indices.items():
-                torch._foreach_copy_([tensors[index] for index in indices], self._views[dtype])
+            # Inference tensors, such as buffers that a validation has made, change in inference mode alone.
+            with torch.inference_mode(any(each.is_inference() for each in tensors)), torch.no_grad():
+                for dtype, indices in self._indices.items():
+                    torch._foreach_copy_([tensors[index] for index in indices], self._views[dtype])

@@ -187,9 +187,11 @@ class Bucket:
         own: list[torch.Tensor | None] = [None] * len(self.parameters)
         for position in copied:
             gradient = self.parameters[position].grad
-            if gradient is None or gradient.requires_grad:
+            if gradient is None or gradient.is_inference():
+                gradient = self.parameters[position].grad = torch.empty_like(self.views[position])
+            elif gradient.requires_grad:
                 # With create_graph, the graph computes this rank's gradient, not the average.
-                gradient = torch.empty_like(self.views[position]) if gradient is None else gradient.detach()
+                gradient = gradient.detach()
                 self.parameters[position].grad = gradient
             own[position] = gradient
         for where, layout, part, views in self._runs(list(self._outside(own))):

@@ -67,6 +67,7 @@ class Reducer:
     # which may come in several calls. Other backwards accumulate.
     _only_prepared = False
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         params: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
