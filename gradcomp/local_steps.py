@@ -28,7 +28,6 @@ from .comm.process_group import device_for, resolve_group
 from .comm.reduced_values import ReducedValues
 from .reducer import broadcast_coalesced
 from .reducer.average import Averaging
-from .reducer.parameters import require_trainable
 from .rules import COUNT, described
 
 __all__ = ["LocalSteps"]
@@ -104,8 +103,6 @@ class LocalSteps:
                 "LocalSteps takes a model whose weights every rank has as a whole, but this one is sharded. "
                 "With FSDP2 see gradcomp.fsdp"
             )
-        for name, each in named:
-            require_trainable(name, each)
         _require_numbers(every, fragments, delay, len(named))
         self._names = [name for name, _ in named]
         self._weights: list[torch.Tensor] = [each for _, each in named]

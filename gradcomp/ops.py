@@ -74,16 +74,9 @@ def compress_cast(
 
     Raises TypeError for a wrong dtype; ValueError for a size, a device or a layout that doesn't fit.
     """
-    is_fitting = (
-        buffer.dtype in _FLOATS
-        and out.dtype in _HALVES
-        and buffer.device == out.device
-        and buffer.numel() == out.numel()
-        and buffer.is_contiguous()
-        and out.is_contiguous()
-    )
-    if not is_fitting:
-        raise _cast_error("compress_cast", buffer, out)
+    if out.dtype not in _HALVES:
+        raise TypeError(f"compress_cast writes float16 or bfloat16, but out is {out.dtype}")
+    _check_cast("compress_cast", buffer, out)
     if runs_triton(out.device):
         flatten_kernel.cast(buffer, out=out, scale=scale)
         if has_streams(out.device):
@@ -103,16 +96,7 @@ def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Ten
 
     Raises TypeError for a wrong dtype; ValueError for a size, a device or a layout that doesn't fit.
     """
-    is_fitting = (
-        compressed.dtype in _FLOATS
-        and out.dtype in _FLOATS
-        and compressed.device == out.device
-        and compressed.numel() == out.numel()
-        and compressed.is_contiguous()
-        and out.is_contiguous()
-    )
-    if not is_fitting:
-        raise _cast_error("decompress_cast", compressed, out)
+    _check_cast("decompress_cast", compressed, out)
     if runs_triton(out.device):
         flatten_kernel.cast(compressed, out=out)
     else:
@@ -368,21 +352,19 @@ def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.dev
 # --- checks of arguments, with messages that show the bad value ---
 
 
-def _cast_error(name: str, src: torch.Tensor, out: torch.Tensor) -> Exception:
-    """Return the error for tensors that don't fit compress_cast or decompress_cast."""
-    if name == "compress_cast" and out.dtype not in _HALVES:
-        return TypeError(f"{name} writes float16 or bfloat16, but out is {out.dtype}")
+def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
     for tensor in (src, out):
         if tensor.dtype not in _FLOATS:
-            return _float_error(name, tensor)
+            raise _float_error(name, tensor)
         if not tensor.is_contiguous():
-            return ValueError(
+            raise ValueError(
                 f"{name} takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()}"
             )
     if src.numel() != out.numel():
-        return ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
-    return _device_error(name, src, out.device)
+        raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
+    if src.device != out.device:
+        raise _device_error(name, src, out.device)
 
 
 def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:

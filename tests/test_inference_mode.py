@@ -213,7 +213,6 @@ def refusals(rank):
     calls = [
         lambda: Reducer(model.named_parameters()),
         lambda: gradcomp.DistributedDataParallel(model),
-        lambda: LocalSteps(model),
         lambda: torch.inference_mode()(hook)(state, bucket),
         lambda: hook(state, made),
         lambda: bf16_compress_hook(None, made),
@@ -229,7 +228,7 @@ def said_by(call):
 
 def test_refusals(run_ranks):
     for messages in run_ranks(refusals, 1):
-        for message in messages[:3]:
+        for message in messages[:2]:
             assert "parameter 0.weight was made in torch.inference_mode(), so" in message
-        for message in messages[3:]:
+        for message in messages[2:]:
             assert "_hook can't average bucket 4 in torch.inference_mode(), or" in message

@@ -55,12 +55,6 @@ class Group:
     def ranks_per_node(self) -> int:
         return self.nodes.ranks_per_node if self.nodes else 1
 
-    def agree(self, value: int) -> int:
-        """Return rank 0's value. A collective."""
-        shared = torch.tensor([value], dtype=torch.int64, device=self.device)
-        dist.broadcast(shared, src=0)
-        return int(shared.item())
-
     def round_trip_s(self) -> float:
         """Return the time from a message to its answer between ranks, or nodes, as hooks do. A collective."""
         world = resolve_group("python -m gradcomp bench", None)

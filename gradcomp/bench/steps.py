@@ -83,8 +83,8 @@ class Trainer:
         """
         for _ in range(WARM_UP_STEPS - 1):
             self.step(model)
-        usual_s = self._timed(model)
-        num_steps = self.group.agree(min(MAX_STEPS, max(MIN_STEPS, int(limit_s / usual_s))))
+        (usual_s,) = self.group.slowest([self._timed(model)])
+        num_steps = min(MAX_STEPS, max(MIN_STEPS, int(limit_s / usual_s)))
         return self.group.slowest([self._timed(model) for _ in range(num_steps)])
 
     def _timed(self, model: DistributedDataParallel) -> float:

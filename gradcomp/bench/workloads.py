@@ -40,15 +40,13 @@ class Workload:
 def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Tensor]:
     """Return a GPT, by default of 3.3 million parameters, without positions, and tokens as its input."""
     options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-    embedding = nn.Embedding(VOCABULARY, width)
     module = nn.Sequential(
-        embedding,
+        nn.Embedding(VOCABULARY, width),
         *(nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(num_blocks)),
         nn.LayerNorm(width),
         nn.Linear(width, VOCABULARY, bias=False),
     )
-    tokens = embedding.weight.new_empty(BATCH, SEQUENCE, dtype=torch.int64).random_(VOCABULARY)
-    return module, tokens
+    return module, torch.randint(VOCABULARY, (BATCH, SEQUENCE), dtype=torch.int64, device="cpu")
 
 
 def mlp(width: int = 1024) -> tuple[nn.Module, Tensor]:
@@ -83,15 +81,10 @@ def load_workload(name: str, device: torch.device) -> Workload:
         )
     else:
         made = load_callable(name)()
-    if isinstance(made, nn.Module):
-        raise ValueError(
-            f"model {name!r} returned a module alone; it must return (module, inputs) or (module, inputs, "
-            "loss function), as a step can't be timed without inputs"
-        )
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise ValueError(
             f"model {name!r} returned {type(made).__name__}; it must return (module, inputs) or (module, "
-            "inputs, loss function)"
+            "inputs, loss function), as a step can't be timed without inputs"
         )
     module, inputs, loss = (*made, default_loss)[:3]
     if not callable(loss):

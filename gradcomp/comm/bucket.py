@@ -137,8 +137,7 @@ def checked_bucket(
     if torch.is_inference_mode_enabled() or buffer.is_inference():
         raise RuntimeError(
             f"{hook_name} can't average bucket {bucket.index()} in torch.inference_mode(), or if its buffer "
-            "was made there: what hooks keep must change outside, too. Wrap the model and run backward "
-            "outside of inference mode. gradcomp.average_ takes such tensors"
+            "was made there: wrap the model and run backward outside of it. gradcomp.average_ works in it"
         )
     group = resolve_group(hook_name, process_group, group_name)
     if buffer.layout != torch.strided or not buffer.is_floating_point():

@@ -88,9 +88,6 @@ class ShardLayout:
                 shard = self.shard(row, position)
                 yield row, shard, slice(start, start + shard.stop - shard.start)
 
-    def __repr__(self) -> str:
-        return f"ShardLayout({len(self.shard_shapes)} tensors, {self.world_size} rows of {self.row_numel})"
-
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides that torch gives a contiguous tensor of this shape."""

@@ -59,7 +59,11 @@ def named_parameters(
                     f"Reducer averages what backward accumulates, but {name} is computed from other tensors "
                     f"({param.grad_fn}) and has no .grad: pass the parameters that it is computed from"
                 )
-            require_trainable(name, param)
+            if param.is_inference():
+                raise RuntimeError(
+                    f"parameter {name} was made in torch.inference_mode(), so no backward can use it. Build "
+                    "the model outside of inference mode"
+                )
             seen.add(id(param))
             names.append(name)
             tensors.append(param)
@@ -69,15 +73,6 @@ def named_parameters(
             "have been used up by an optimizer: call it again"
         )
     return names, tensors, frozen
-
-
-def require_trainable(name: str, parameter: torch.Tensor) -> None:
-    """Raise RuntimeError for a parameter that was made in inference mode."""
-    if parameter.is_inference():
-        raise RuntimeError(
-            f"parameter {name} was made in torch.inference_mode(), so no backward can use it. Build the "
-            "model outside of inference mode"
-        )
 
 
 def require_plain(name: str, tensor: torch.Tensor, what: str = "parameter") -> None:

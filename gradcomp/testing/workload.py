@@ -250,15 +250,14 @@ def _mask(shape: Shape, fraction: float, seed: int) -> Tensor:
     rows, cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(rows, cols, dtype=torch.bool, device="cpu")
-
-    def shuffled(number: int) -> Tensor:
-        return torch.randperm(number, generator=generator, dtype=torch.int64, device="cpu")
-
-    num = math.ceil(fraction * rows * cols)
-    chosen.view(-1)[shuffled(rows * cols)[:num]] = True
+    numbers = (rows * cols, rows, cols)
+    elements, lines, columns = (
+        torch.randperm(n, generator=generator, dtype=torch.int64, device="cpu") for n in numbers
+    )
+    chosen.view(-1)[elements[: math.ceil(fraction * rows * cols)]] = True
     if len(shape) > 1:
-        chosen[shuffled(rows)[: int(fraction / 2 * rows)]] = True
-        chosen[:, shuffled(cols)[: int(fraction / 2 * cols)]] = True
+        chosen[lines[: int(fraction / 2 * rows)]] = True
+        chosen[:, columns[: int(fraction / 2 * cols)]] = True
     return chosen.view(shape)
 
 

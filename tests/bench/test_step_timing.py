@@ -28,7 +28,7 @@ class QueuedTrainer(step_timing.Trainer):
 
 @pytest.fixture
 def trainer(monkeypatch):
-    group = SimpleNamespace(device=torch.device("cpu"), agree=lambda value: value, slowest=list)
+    group = SimpleNamespace(device=torch.device("cpu"), slowest=list)
     trainer = QueuedTrainer(load_workload("tests.bench.benchmarked:tiny", group.device), group, 25.0)
     monkeypatch.setattr(step_timing, "synchronize", trainer.wait)
     monkeypatch.setattr(step_timing, "time", SimpleNamespace(perf_counter=lambda: trainer.now_s))

@@ -56,7 +56,7 @@ def test_the_loss_is_the_given_one_or_the_outputs_or_a_mean_square():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("module_alone", r"returned a module alone; it must return \(module, inputs\)"),
+        ("module_alone", r"returned Linear; it must return \(module, inputs\)"),
         ("number", r"returned int; it must return \(module, inputs\)"),
         ("bad_loss", "returned 7 as its loss function, which isn't callable"),
         ("frozen", "has no parameter with a gradient"),
