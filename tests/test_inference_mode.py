@@ -112,7 +112,7 @@ def on_reducer(options, rank, mode):
 
 
 def with_changes_between_steps(name, rank, mode):
-    """Scale, save, load and copy errors in inference mode; record."""
+    """Scale, save, load, copy and restore errors in inference mode; record."""
     make_state, hook = HOOKS[name]
     with mode():
         state = make_state()
@@ -138,8 +138,12 @@ def with_changes_between_steps(name, rank, mode):
     found += steps(8)
     state.load_state_dict(saved)
     state.rescale_errors(0.5)
+    state.keep_undo = True
+    found += steps(12)
+    with mode():
+        state.undo_step()
     norms = [torch.tensor([row["relative_error"] or 0.0 for row in recorder.rows()])]
-    return found + steps(12) + norms
+    return found + steps(16) + norms
 
 
 def in_local_steps(rank, mode):

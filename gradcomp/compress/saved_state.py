@@ -87,6 +87,7 @@ class SavedState(ConfiguredState):
         finally:
             self._discards_step = before
 
+    @torch.inference_mode(False)
     def undo_step(self) -> None:
         """Take the last averaged backward back, because the optimizer doesn't get its gradients.
 
