@@ -107,7 +107,7 @@ class Trial:
     steps_per_turn, num_rounds, tolerance: AutoState's options when the trial began.
     before: the candidate that an earlier trial chose; None without one.
     taking_part: the candidates that take turns in this round.
-    step: the number of steps in this round so far.
+    step: the number of steps in this round so far; negative in the first steps of a process, before it.
     seconds: by candidate, the times of the steps that count, of the ranks' mean; inf if unknown.
     waits: the time that each of the first candidate's steps waits for its averages, on the slowest rank.
     sent_bytes: by candidate, the bytes that a rank sends per step; with nodes, a node.
@@ -140,7 +140,7 @@ class Trial:
     def current(self) -> str:
         """The candidate to use now."""
         turn = min(self.step // self.steps_per_turn, len(self.taking_part) - 1)
-        return self.choice or self.taking_part[turn]
+        return self.choice or self.taking_part[max(turn, 0)]
 
     @property
     def num_counted(self) -> int:
@@ -153,7 +153,7 @@ class Trial:
         if self.choice is not None:
             return 0
         turn, step = divmod(self.step, self.steps_per_turn)
-        counts = step >= WARM_UP_STEPS and not self.is_round_over
+        counts = self.step >= 0 and step >= WARM_UP_STEPS and not self.is_round_over
         return turn * self.num_counted + step - WARM_UP_STEPS if counts else None
 
     @property
@@ -177,7 +177,7 @@ class Trial:
         return [seconds.get(i, math.inf) for i in counted], [waits.get(i, math.inf) for i in first]
 
     def end_round(self, seconds: Sequence[float], waits: Sequence[float], next_step: int) -> None:
-        """Begin the next round, or choose.
+        """Begin the next round, or choose. Unknown times are looked for in as many rounds again.
 
         seconds, waits: as from round_of, of the ranks' mean, and of the slowest rank. Equal on all ranks.
         next_step: the number of the step that comes now.
@@ -189,18 +189,22 @@ class Trial:
         for name, each in self.seconds.items():
             each += of_round.get(name, unknown)
         self.step, self.round = 0, self.round + 1
-        known = self.medians()
-        is_known = math.inf not in known.values()
-        if not is_known or self.round < self.num_rounds:
+        known, is_known = self.medians(), not self.unknown
+        is_last = self.round >= (self.num_rounds if is_known else 2 * self.num_rounds)
+        if not is_last:
             limit = DROPPED_FROM * min(map(median_of, turns))
-            others = self.taking_part[1:]
-            left = {name for name in others if median_of(of_round[name]) > limit and known[name] < math.inf}
+            left = {name for name in self.taking_part[1:] if limit < median_of(of_round[name]) < math.inf}
             self.taking_part = [name for name in self.taking_part if name not in left]
-        if is_known and (self.round >= self.num_rounds or len(self.taking_part) == 1):
+        if is_last or (is_known and len(self.taking_part) == 1):
             steps = [math.inf if self.objection(name) else known[name] for name in self.taking_part]
             before = self.taking_part.index(self.before) if self.before in self.taking_part else None
-            self.choice = self.taking_part[choose(steps, self.tolerance, before)]
-            self.chosen_at = next_step
+            chosen = choose(steps, self.tolerance, before) if is_known else 0
+            self.choice, self.chosen_at = self.taking_part[chosen], next_step
+
+    @property
+    def unknown(self) -> list[str]:
+        """The candidates of which no step's time is known."""
+        return [name for name, seconds in self.medians().items() if seconds == math.inf]
 
     @property
     def wait(self) -> float:
@@ -261,8 +265,9 @@ class Trial:
         yield "sent_bytes", all(map(COUNT.accepts, self.sent_bytes.values()))
         yield "choice", self.choice in (None, *names)
         yield "before", self.before in (None, *names)
+        yield "step", type(self.step) is int
         rules = {"steps_per_turn": TURN, "num_rounds": RANK, "tolerance": TOLERANCE}
-        for name, rule in {**rules, "step": COUNT, "round": COUNT, "chosen_at": COUNT}.items():
+        for name, rule in {**rules, "round": COUNT, "chosen_at": COUNT}.items():
             yield name, rule.accepts(getattr(self, name))
 
 
@@ -272,14 +277,28 @@ class StepClock:
     A step ends where its last bucket's hook begins, whether that hook waits for the average or DDP does: so
     its own wait belongs to the time of the next step. On CUDA by events on the stream of backward.
 
+    Times that are not finite and positive are left out.
+
     now: the clock for the ends of steps, in seconds; None for the device's events or time.perf_counter.
+
+    Raises TypeError if now can't be called.
     """
 
     def __init__(self, now: Callable[[], float] | None = None):
+        if now is not None and not callable(now):
+            raise TypeError(f"clock is {now!r}, but must be a function that returns seconds, or None")
         self._now = now
         self._begin: Any = None  # of the last bucket
         self._marks: list[tuple[int | None, Any]] = []
         self._waits: dict[int, tuple[list[Any], list[Any]]] = {}
+
+    def fault(self) -> str:
+        """Call the clock that was given; return in words what is wrong with it, "" if nothing is."""
+        try:
+            value = 0.0 if self._now is None else self._now()
+        except Exception as error:
+            return f"{self._now!r} raises {type(error).__name__}: {error}"
+        return "" if isinstance(value, int | float) else f"{self._now!r} returns {value!r}, no seconds"
 
     def begin_bucket(self, device: torch.device) -> None:
         """Note that a bucket's hook begins now."""
@@ -316,9 +335,9 @@ class StepClock:
         num_ended = len(self._marks) - sum(not event.query() for event in events)
         ended, self._marks = self._marks[:num_ended], self._marks[max(num_ended - 1, 0) :]
         return [
-            (number, seconds_between(first, last))
+            (number, seconds)
             for (_, first), (number, last) in pairwise(ended)
-            if number is not None
+            if number is not None and 0 < (seconds := seconds_between(first, last)) < math.inf
         ]
 
     def take_waits(self, *, of_each: bool) -> dict[int, float]:
@@ -328,10 +347,11 @@ class StepClock:
             replicas of a sharded model: the sum of their waits.
         """
         taken, self._waits = self._waits, {}
-        return {
+        waits = {
             number: sum(map(seconds_between, begins, ends))
             if of_each
             else max(seconds_between(begins[-1], end) for end in ends)
             for number, (begins, ends) in taken.items()
             if len(ends) == len(begins)
         }
+        return {number: seconds for number, seconds in waits.items() if seconds >= 0}

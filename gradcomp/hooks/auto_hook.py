@@ -17,7 +17,7 @@ from gradcomp.compress import checkpoint
 from gradcomp.compress.announcement import say, shown_bytes
 from gradcomp.compress.parameter_states import Bucket
 from gradcomp.compress.powersgd import PowerSGDCompressor
-from gradcomp.compress.settings import Settings
+from gradcomp.compress.settings import Settings, logger_of
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.compress.trial import TOLERANCE, TURN, StepClock, Trial
 from gradcomp.device import has_streams
@@ -154,6 +154,7 @@ class AutoState(CompressorState):
         self._trial: Trial | None = None
         self._clock = StepClock()
         self._device = torch.device("cpu")
+        self._counts_from = 0  # the first step whose time may count
         self._num_slow = 0
         self._slow_on_ranks: ReducedValues | None = None
 
@@ -201,8 +202,8 @@ class AutoState(CompressorState):
         return rows
 
     def compared_options(self) -> dict[str, Any]:
-        trial = None if self._trial is None else asdict(self._trial)
-        return super().compared_options() | {"the trial": trial}
+        trial = None if self._trial is None else {**asdict(self._trial), "step": None}  # it begins again
+        return super().compared_options() | {"the trial": trial, "clock": self._clock.fault()}
 
     def claims(self, options: AutoOptions) -> dict[str, Any]:
         """Return the claims that all candidates have."""
@@ -233,8 +234,10 @@ class AutoState(CompressorState):
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = device
+        if not self._is_compared:
+            self._begin_run(group)
         trial = self._trial
-        if trial is None or (trial.place, trial.names) != (self._place(group), self._names(group.size())):
+        if trial is None:
             if self.iter >= self.start_iter:
                 self._begin_trial(group, before=None)
         elif trial.choice is None:
@@ -244,6 +247,30 @@ class AutoState(CompressorState):
             self._begin_trial(group, before=trial.choice)
         elif self.iter % CHECK_EVERY == 0:
             self._check_speed(trial, group)
+
+    def _begin_run(self, group: dist.ProcessGroup) -> None:
+        """Begin a trial's round again after a load, in another group or with other settings.
+
+        The ranks have compared their trials, so all of them do. Some of them may be in new processes, where
+        the first steps are slow: buckets are rebuilt, kernels are compiled, memory is allocated. As many
+        steps don't count as come before a new run's trial.
+
+        Raises TypeError if the clock is out of order.
+        """
+        if fault := self._clock.fault():
+            raise TypeError(f"the clock of AutoState {fault}")
+        self._counts_from = self.iter + min(self.start_iter, self._default_start_iter)
+        self._clock.forget()
+        self._num_slow, self._slow_on_ranks = 0, None
+        trial = self._trial
+        if trial is None:
+            return
+        now = self._new_trial(group, trial.before)
+        settings = ("steps_per_turn", "num_rounds", "tolerance") if trial.choice is None else ()
+        if any(getattr(trial, name) != getattr(now, name) for name in ("place", "names", *settings)):
+            self._trial = None
+        else:
+            trial.step = self.iter - self._counts_from
 
     def _place(self, group: dist.ProcessGroup) -> tuple[int, int]:
         """Return the number of ranks, and of ranks per node."""
@@ -259,11 +286,15 @@ class AutoState(CompressorState):
         return _forms_of(names, has_nodes=has_nodes, is_gloo=is_gloo)
 
     def _begin_trial(self, group: dist.ProcessGroup, before: str | None) -> None:
-        options, place, names = self.options, self._place(group), self._names(group.size())
-        self._trial = Trial(names, place, options.steps_per_turn, options.rounds, options.tolerance, before)
+        self._trial = self._new_trial(group, before)
         self._trial.chosen_at = self.iter
+        self._trial.step = min(self.iter - self._counts_from, 0)
         self._clock.forget()
         self._num_slow, self._slow_on_ranks = 0, None
+
+    def _new_trial(self, group: dist.ProcessGroup, before: str | None) -> Trial:
+        options, place, names = self.options, self._place(group), self._names(group.size())
+        return Trial(names, place, options.steps_per_turn, options.rounds, options.tolerance, before)
 
     def _end_round(self, trial: Trial, group: dist.ProcessGroup) -> None:
         """Agree with the other ranks on the round's times, and announce a choice."""
@@ -277,6 +308,12 @@ class AutoState(CompressorState):
         num_ranks = math.prod(each.size() for each in groups)
         trial.end_round([each / num_ranks for each in total], waits, self.iter)
         if trial.choice is not None:
+            if trial.unknown:
+                logger_of(self).warning(
+                    "auto_hook knows no time of a step with %s after %s rounds, so it uses %s. Likely cause: "
+                    "a clock that stands still, goes back or returns NaN on a rank.",
+                    *(", ".join(trial.unknown), trial.round, trial.choice),
+                )
             say(self._decision(trial), group)
             if self.recorder is not None:
                 self.recorder.add_choice(self.iter, trial.choice, self.table)
@@ -361,8 +398,6 @@ class AutoState(CompressorState):
 
     def _load_checked(self, checked: dict[str, Any]) -> None:
         super()._load_checked(checked)
-        self._clock.forget()
-        self._num_slow, self._slow_on_ranks = 0, None
         trial = checked["trial"]
         self._trial = None if trial is None else Trial.from_dict(trial)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from itertools import chain
 from random import Random
 
@@ -254,10 +255,10 @@ def test_missing_times_have_no_pairs():
 
 
 def test_a_round_without_times_is_repeated():
-    """After a restart in mid-round, candidates may lack times in this round: another one follows."""
     trial = Trial(["none", "int4"], (2, 1), 3, 1, 0.05)
     trial.end_round([math.inf, 2.0], [math.inf], 8)
     assert trial.choice is None
+    assert trial.unknown == ["none"]
     assert trial.taking_part == ["none", "int4"]
     trial.end_round([1.0, 2.0], [0.5], 14)
     assert (trial.choice, trial.chosen_at) == ("none", 14)
@@ -411,25 +412,180 @@ def test_where_nothing_pays_steps_are_plain_once_the_errors_are_sent():
 # --- checkpoints ---
 
 
-@pytest.mark.parametrize("at", [1, 2, 7, 19, 25, 55])
-def test_a_resumed_run_goes_on_with_equal_bits(at):
-    """Before, during and after a trial; a trial is not repeated."""
-
+def test_a_run_resumed_after_the_choice_goes_on_with_equal_bits():
     def run(rank, group):
         state, resumed = state_of(rank, group), state_of(rank, group)
-        for step in range(at):
+        for step in range(55):
             step_of(state, rank, step)
         resumed.load_state_dict(reload(state.state_dict()))
         assert resumed.choice == state.choice
         assert resumed.table == state.table
-        for step in range(at, 70):
+        for step in range(55, 70):
             averaged, again = (step_of(each, rank, step)[1] for each in (state, resumed))
-            if at >= 50 or step < 20:  # in the trial the resumed run lacks this round's times so far
-                assert torch.equal(averaged, again)
-                assert state._phase.name == resumed._phase.name
+            assert torch.equal(averaged, again)
         return resumed.choice
 
     assert run_ranks(run, 2) == ["int4"] * 2
+
+
+# (step of the load, round, whether it is in a second trial): before a trial, in its first step, in its first
+# round, where it has ended, in the second one, and in another trial
+LOADS = [(3, 0, False), (4, 0, False), (9, 0, False), (22, 0, False), (29, 1, False), (64, 0, True)]
+
+
+@pytest.mark.parametrize(("at", "round_number", "is_another"), LOADS)
+def test_a_load_begins_the_round_again(at, round_number, is_another):
+    """As many steps as before a new run's trial, here four, may be slow in the new process."""
+    options = {"start_iter": 4, "retrial_every": 10 if is_another else None}
+
+    def run(rank, group):
+        state = state_of(rank, group, **options)
+        for step in range(at):
+            step_of(state, rank, step)
+        saved, used = reload(state.state_dict()), []
+        state = state_of(rank, group, **options)
+        state.load_state_dict(saved)
+        for step in range(at, at + 70):
+            state._clock._now.factor = 30 if step < at + 4 else 1
+            step_of(state, rank, step)
+            used.append(state._phase.name)
+            if step == at + 4 + 3:
+                assert state._trial.round == round_number
+                assert state._trial.before == ("int4" if is_another else None)
+            if state.choice is not None:
+                break
+        return used, state.choice, state._trial.seconds
+
+    (used, choice, times), other = run_ranks(run, 2)
+    assert (used, choice, times) == other
+    assert choice == "int4"
+    num_plain = max(4 - at, 0)
+    assert used[num_plain:8] == [*["none"] * (7 - num_plain), "bf16" if round_number == 0 else "int8"]
+    for name, each in times.items():
+        known = [seconds for seconds in each if seconds < math.inf]
+        assert known == pytest.approx([MS[name] / 1e3] * len(known))
+
+
+def test_ranks_that_stay_begin_the_round_again_with_those_that_load():
+    """Rank 1 is replaced in a trial. It loads what rank 0 has; all ranks have a new group."""
+
+    def run(rank, group):
+        state, used = state_of(rank, group), []
+        for step in range(9):
+            step_of(state, rank, step)
+        if rank == 1:
+            saved = state.state_dict()
+            state = state_of(rank, group)
+            state.load_state_dict(saved)
+        state.process_group = group
+        for step in range(9, 70):
+            step_of(state, rank, step)
+            used.append(state._phase.name)
+        return used, state.choice
+
+    ours, theirs = run_ranks(run, 2)
+    assert ours == theirs
+    assert ours[0][:6] == [*["none"] * 5, "bf16"]
+    assert ours[1] == "int4"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "turn", "second", "choice"),
+    [
+        ("rounds", 1, 3, "bf16", "int4"),
+        ("steps_per_turn", 4, 4, "bf16", "int4"),
+        ("tolerance", 0.3, 3, "bf16", "int8"),
+        ("random_seed", 3, 3, "int8", "int4"),  # the second round begins again
+    ],
+)
+def test_settings_that_change_in_a_trial_count_at_once(name, value, turn, second, choice):
+    def run(rank, group):
+        state, used = state_of(rank, group), []
+        for step in range(90):
+            if step == 23:
+                setattr(state, name, value)
+            step_of(state, rank, step)
+            used.append(state._phase.name)
+        trial = state._trial
+        assert (trial.num_rounds, trial.steps_per_turn) == (state.rounds, state.steps_per_turn)
+        assert trial.tolerance == state.tolerance
+        return used[23:], state.choice
+
+    used, chosen = run_ranks(run, 2)[0]
+    assert used[: 2 + turn + 1] == [*["none"] * (2 + turn), second]
+    assert chosen == choice
+
+
+# --- clocks ---
+
+
+BROKEN_CLOCKS = {
+    "goes back": lambda: iter(range(10**6, 0, -1)).__next__,
+    "stands still": lambda: lambda: 7.0,
+    "NaN": lambda: lambda: math.nan,
+    "infinite": lambda: lambda: math.inf,
+}
+
+
+@pytest.mark.parametrize("is_everywhere", [True, False])
+@pytest.mark.parametrize("name", BROKEN_CLOCKS)
+def test_a_trial_ends_without_times(name, is_everywhere, caplog):
+    """After twice the rounds, the first candidate is used on all ranks."""
+
+    def run(rank, group):
+        state, used = state_of(rank, group, candidates=("none", "int8", "int4"), rounds=2), []
+        if is_everywhere or rank == 1:
+            state._clock._now = BROKEN_CLOCKS[name]()
+        for step in range(2 + 4 * 9 + 2):
+            step_of(state, rank, step)
+            used.append(state.choice)
+        return used, state.table[0]["ms"], state.state_dict()
+
+    (used, ms, saved), other = run_ranks(run, 2)
+    assert used == other[0] == [None] * (2 + 4 * 9) + ["none"] * 2
+    assert ms is None
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == 2, "one on each rank"
+    assert "int4 after 4 rounds, so it uses none. Likely cause: a clock that stands still" in warnings[0]
+    AutoState().load_state_dict(saved)
+
+
+def test_a_clock_that_goes_back_once_costs_one_step():
+    def run(rank, group):
+        state = state_of(rank, group)
+        for step in range(70):
+            if step == 13:
+                state._clock._now.seconds -= 1e6
+            step_of(state, rank, step)
+        return state.choice, state.table[3]["ms"]
+
+    assert run_ranks(run, 2) == [("int4", pytest.approx(33.5))] * 2
+
+
+def failing():
+    raise OSError("no clock")
+
+
+@pytest.mark.parametrize(
+    ("clock", "message"),
+    [
+        (lambda: None, r"the clock of AutoState <.*> returns None, no seconds"),
+        (lambda: "now", r"the clock of AutoState <.*> returns 'now', no seconds"),
+        (failing, r"the clock of AutoState <.*> raises OSError: no clock"),
+    ],
+)
+def test_a_clock_that_gives_no_seconds_is_refused_on_every_rank(clock, message):
+    def run(rank, group, num_wrong):
+        state = AutoState(group, clock=clock if rank < num_wrong else lambda: 0.0)
+        with pytest.raises((TypeError, RuntimeError)) as error:
+            step_of(state, rank, 0)
+        return str(error.value)
+
+    assert all(re.search(message, text) for text in run_ranks(run, 2, 2))
+    for text in run_ranks(run, 2, 1):
+        assert re.search(r'clock is "<.*> (returns|raises) .*" on rank 0 and "" on rank 1', text), text
+    with pytest.raises(TypeError, match="clock is 3, but must be a function that returns seconds, or None"):
+        AutoState(clock=3)
 
 
 def saved_after(rank, group, num_steps):
@@ -466,7 +622,7 @@ def test_another_number_of_ranks_measures_again():
         ("tolerance", -1.0, "trial: tolerance is -1.0"),
         ("steps_per_turn", 0, "trial: steps_per_turn is 0"),
         ("steps_per_turn", 2, "trial: steps_per_turn is 2"),
-        ("step", -1, "trial: step is -1"),
+        ("step", 0.5, "trial: step is 0.5"),
         ("place", [2], r"trial: place is \[2\]"),
         ("sent_bytes", {"none": -3}, "trial: sent_bytes is"),
     ],
