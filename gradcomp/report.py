@@ -41,29 +41,64 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not runs:
         names = ", ".join(map(str, files))
         parser.error(f"no rows in {names}. Likely cause: no step was recorded before Recorder.save")
-    print("\n\n".join(map(report, runs)))
+    print("\n\n".join(map(report, runs, labels(runs))))
 
 
 def runs_of(recordings: Iterable[Recording]) -> list[Recording]:
-    """Put together the recordings of one rank with equal algorithm, options and world size: they are one run.
+    """Put together what each recorder has saved with equal options as one rank: a run.
 
-    If a step and bucket has two rows, as after a restart from an older checkpoint, the last one counts.
+    A resumed run is put together with the run that it goes on from: the only one in the file, before it,
+    that is alike, of equal buckets, too. A step that comes again replaces the steps from there on.
     """
-    by_run: dict[str, list[Recording]] = {}
+    runs: dict[str, Recording] = {}
     for each in recordings:
-        key = json.dumps([each.algorithm, each.options, each.rank, each.world_size], sort_keys=True)
-        by_run.setdefault(key, []).append(each)
-    runs = []
-    for parts in by_run.values():
-        rows = {(row["step"], row["bucket"]): row for part in parts for row in part.rows}
-        choices = {choice["step"]: choice for part in parts for choice in part.choices}
-        in_order = [rows[place] for place in sorted(rows)]
-        runs.append(replace(parts[0], rows=in_order, choices=[choices[step] for step in sorted(choices)]))
-    return [run for run in runs if run.rows]
+        alike = json.dumps([each.algorithm, each.options, each.rank, each.world_size], sort_keys=True)
+        key = each.recorder + alike
+        if key not in runs:
+            before = {id(run): run for run in runs.values() if each.is_resumed and _goes_on(run, each)}
+            is_clear = len(before) == 1
+            runs[key] = before.popitem()[1] if is_clear else replace(each, rows=[], choices=[])
+        _extend(runs[key], each)
+    return [run for run in {id(run): run for run in runs.values()}.values() if run.rows]
 
 
-def report(run: Recording) -> str:
-    """Return the lines about a run: totals, choices of an AutoState, and a table over the steps."""
+def _goes_on(run: Recording, later: Recording) -> bool:
+    """Return whether a resumed run may go on from a run: its steps do, and the rest is alike."""
+    alike = ("path", "algorithm", "options", "rank", "world_size")
+    if not (run.rows and later.rows) or any(getattr(run, name) != getattr(later, name) for name in alike):
+        return False
+    ours, theirs = ({row["bucket"]: row["numel"] for row in each.rows} for each in (run, later))
+    return ours == theirs and run.rows[0]["step"] < later.rows[0]["step"]
+
+
+def _extend(run: Recording, later: Recording) -> None:
+    """Add rows and choices to a run, in place of those of the same steps or later ones."""
+    if later.rows:
+        first = later.rows[0]["step"]
+        run.choices = [choice for choice in run.choices if choice["step"] < first]
+    run.choices += later.choices
+    for step, of_step in groupby(later.rows, key=lambda row: row["step"]):
+        while run.rows and run.rows[-1]["step"] >= step:
+            run.rows.pop()
+        run.rows += of_step
+
+
+def labels(runs: Sequence[Recording]) -> list[str]:
+    """Return a line for each run: its algorithm and rank, and if others have them, too, what differs."""
+    texts = [f"{run.algorithm}, rank {run.rank} of {run.world_size}" for run in runs]
+    numbers = [[each.path for each in runs[: index + 1]].count(run.path) for index, run in enumerate(runs)]
+    names = dict.fromkeys(name for run in runs for name in run.options)
+    parts = [[f"{name} = {run.options.get(name)}" for run in runs] for name in names]
+    parts += [[str(run.path) for run in runs], [f"run {number} of the file" for number in numbers]]
+    for part in parts:
+        alike = [{other for text, other in zip(texts, part, strict=True) if text == each} for each in texts]
+        more = zip(texts, part, alike, strict=True)
+        texts = [f"{text}, {own}" if len(values) > 1 else text for text, own, values in more]
+    return texts
+
+
+def report(run: Recording, label: str) -> str:
+    """Return the lines about a run: its label, totals, an AutoState's choices, and a table over the steps."""
     steps: list[Step] = []  # values of whole steps, and the median time of their buckets
     for number, each in groupby(run.rows, key=lambda row: row["step"]):
         rows = list(each)
@@ -77,9 +112,8 @@ def report(run: Recording) -> str:
         **{f"choice before step {each['step']:,}": _choice(each) for each in run.choices},
     }
     width = max(map(len, totals))
-    lines = [f"{run.algorithm}, rank {run.rank} of {run.world_size}"]
-    lines += [f"  {name:<{width}}  {value}" for name, value in totals.items()]
-    return "\n".join([*lines, "", *_table(steps)])
+    lines = [f"  {name:<{width}}  {value}" for name, value in totals.items()]
+    return "\n".join([label, *lines, "", *_table(steps)])
 
 
 def _totals(run: Recording, steps: list[Step]) -> dict[str, str]:

@@ -38,12 +38,15 @@ def row(step, bucket, **changes):
     return row | changes
 
 
-def recording(path, steps=range(10), changes=None, algorithm="PowerSGD", options=OPTIONS):
-    """Write a recording. changes(step, bucket): entries that replace a row's."""
+def recording(
+    path, steps=range(10), changes=None, algorithm="PowerSGD", options=OPTIONS, name="one", **header
+):
+    """Write a recording. changes(step, bucket): entries that replace a row's. name: the recorder's."""
+    header = {"rank": 0, "world_size": 2, "is_resumed": False} | header
     rows = [
         row(step, bucket, **(changes(step, bucket) if changes else {})) for step in steps for bucket in (0, 1)
     ]
-    recording_file.append(path, recording_file.header(algorithm, options, 0, 2), rows)
+    recording_file.append(path, [recording_file.header(name, algorithm, options, **header), *rows])
     return path
 
 
@@ -117,16 +120,99 @@ def test_runs_with_other_options_are_apart(tmp_path, capsys):
     assert re.findall(r"^(\w+), rank", text, re.MULTILINE) == ["PowerSGD", "QuantizedCompressor"]
 
 
-def test_a_step_that_a_restart_repeats_counts_once(tmp_path, capsys):
+@pytest.mark.parametrize("header", [{"name": "two", "is_resumed": True}, {}], ids=["restart", "load"])
+def test_a_step_that_a_restart_repeats_counts_once(tmp_path, capsys, header):
     path = recording(tmp_path / "one.jsonl")
-    recording(path, steps=range(8, 12), changes=lambda *_: {"time_ms": 7.0})
+    recording(path, steps=range(8, 12), changes=lambda *_: {"time_ms": 7.0}, **header)
     _, totals, table = report(capsys, path)
     assert totals["steps"].startswith("12, from 0 to 11;")
     assert [cells[4] for cells in table[-2:]] == ["7", "7"]
 
 
-HEADER = '{"format": "gradcomp recording", "algorithm": "A", "options": {}, "rank": 0, "world_size": 1}\n'
+HEADER = (
+    '{"format": "gradcomp recording", "recorder": "one", "algorithm": "A", "options": {}, "rank": 0, '
+    '"world_size": 1, "is_resumed": false}\n'
+)
 ANOTHER_FILE = "is not what Recorder.save writes: .*Likely cause: another file"
+
+
+def headings(capsys, *files):
+    """Return each run's heading, with its steps."""
+    text, _, _ = report(capsys, *files)
+    return [
+        (run.splitlines()[0], re.search(r"steps +([^;]*);", run)[1]) for run in re.split(r"\n\n(?=\w)", text)
+    ]
+
+
+SHORT = range(4)
+LIKE = "PowerSGD, rank 0 of 2"
+
+
+def test_recordings_in_one_file_are_told_apart(tmp_path, capsys):
+    """Two models that save in turns, a run with other options, and one on more ranks."""
+    path = tmp_path / "all.jsonl"
+    other = OPTIONS | {"matrix_approximation_rank": 8}
+    for steps, name, more in (
+        (range(4), "generator", {}),
+        (range(4), "discriminator", {}),
+        (range(4, 6), "generator", {}),
+        (range(4, 9), "discriminator", {}),
+        (range(9, 11), "discriminator", {"options": other}),
+        (range(11, 14), "discriminator", {"rank": 1, "world_size": 3}),
+    ):
+        recording(path, steps, name=name, **more)
+    assert headings(capsys, path) == [
+        (f"{LIKE}, matrix_approximation_rank = 4, run 1 of the file", "6, from 0 to 5"),
+        (f"{LIKE}, matrix_approximation_rank = 4, run 2 of the file", "9, from 0 to 8"),
+        (f"{LIKE}, matrix_approximation_rank = 8", "2, from 9 to 10"),
+        ("PowerSGD, rank 1 of 3", "3, from 11 to 13"),
+    ]
+
+
+def test_equal_runs_in_several_files_have_the_files_names(tmp_path, capsys):
+    files = [recording(tmp_path / f"{name}.jsonl", SHORT, name=name) for name in ("seed0", "seed1")]
+    recording(files[1], SHORT, name="seed2")
+    steps = "4, from 0 to 3"
+    assert headings(capsys, *files) == [
+        (f"{LIKE}, {files[0]}", steps),
+        (f"{LIKE}, {files[1]}, run 1 of the file", steps),
+        (f"{LIKE}, {files[1]}, run 2 of the file", steps),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("is_resumed", "changes", "num_runs"),
+    [
+        (True, None, 1),
+        (False, None, 2),  # the same program, begun later
+        (True, lambda *_: {"numel": 7}, 2),  # another model
+    ],
+)
+def test_only_a_resumed_run_of_equal_buckets_goes_on(tmp_path, capsys, is_resumed, changes, num_runs):
+    path = recording(tmp_path / "one.jsonl", SHORT)
+    recording(path, range(4, 6), changes, name="later", is_resumed=is_resumed)
+    assert len(headings(capsys, path)) == num_runs
+
+
+def test_a_resumed_run_that_may_go_on_from_two_is_apart(tmp_path, capsys):
+    path = tmp_path / "two.jsonl"
+    for name in ("one", "other"):
+        recording(path, SHORT, name=name)
+    recording(path, range(4, 6), name="later", is_resumed=True)
+    assert [steps for _, steps in headings(capsys, path)] == ["4, from 0 to 3"] * 2 + ["2, from 4 to 5"]
+
+
+def test_another_recording_after_a_torn_line_keeps_its_header(tmp_path):
+    path = recording(tmp_path / "one.jsonl", SHORT)
+    path.write_text(path.read_text()[:-40])
+    recording(path, SHORT, name="later")
+    with pytest.raises(ValueError, match=r"line 9 .* the program ended while it wrote; remove the line"):
+        recording_file.read(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:8] + lines[9:]))
+    assert [len(each.rows) for each in recording_file.read(path)] == [7, 8]
+
+
 BROKEN = {
     "empty": ("", "is empty. Likely cause: Recorder.save was not called"),
     "no JSON": ("hello\n", f"line 1 {ANOTHER_FILE}"),

@@ -287,7 +287,9 @@ class CompressorState(SavedState):
             # seed.
             seed, discards = self._seed(own, step + 1), self._discards_step
             running = own.stages(bucket, group, seed, discards=discards, undoable=self._undoable)
-            if self.recorder is not None:
+            if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
+                self.recorder.add_plain(step, bucket.index(), buffer, group)
+            elif self.recorder is not None and not discards:
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
             operation = Explaining.averaging(bucket.index(), hook_name, group)
             is_first = self._steps.num_buckets == 1

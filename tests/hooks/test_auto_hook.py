@@ -658,7 +658,7 @@ def test_the_recording_has_the_choice(tmp_path):
     assert [(each["step"], each["choice"]) for each in ours] == [(50, "int4")]
     recordings = read(path)
     assert [recording.choices for recording in recordings] == [ours]
-    assert "choice before step 50  int4. A step with " in report(recordings[0])
+    assert "choice before step 50  int4. A step with " in report(recordings[0], "auto_hook")
     lines = path.read_text().splitlines()
     wrong = json.dumps(ours[0] | {"choice": "int3"})
     path.write_text("\n".join([lines[0], wrong]))

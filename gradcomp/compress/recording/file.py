@@ -1,7 +1,7 @@
-"""A recorder's rows in a file: JSON lines after a header with the algorithm, the options and the rank.
+"""A recorder's rows in a file: JSON lines after a header that says which recorder's they are.
 
-Each recorder that appends to the file writes its own header first. Numbers that aren't finite are the strings
-"nan", "inf" and "-inf", because JSON has no such numbers.
+A recorder writes a header with every Recorder.save, because others may have appended to the file since.
+Numbers that aren't finite are the strings "nan", "inf" and "-inf", because JSON has no such numbers.
 """
 
 import json
@@ -21,43 +21,53 @@ _NUMBERS = (
 
 @dataclass
 class Recording:
-    """The rows and choices that one rank has recorded with one state, and the header's entries."""
+    """The rows and choices after one header in a file, and the header's entries; see `header`."""
 
+    path: Path
+    recorder: str
     algorithm: str
     options: dict[str, Any]
     rank: int
     world_size: int
+    is_resumed: bool
     rows: list[dict[str, Any]] = field(default_factory=list)
     choices: list[dict[str, Any]] = field(default_factory=list)
 
 
-def header(algorithm: str, options: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """Return the header that precedes a recorder's rows."""
+def header(
+    recorder: str, algorithm: str, options: Mapping[str, Any], rank: int, world_size: int, *, is_resumed: bool
+) -> dict[str, Any]:
+    """Return the header that precedes a recorder's rows.
+
+    recorder: a name that no other recorder has.
+    is_resumed: whether the state was loaded from a checkpoint, so that the rows may go on from others.
+    """
     plain = (bool, int, float, str, type(None))  # a dtype has a name, for example
     shown = {name: value if isinstance(value, plain) else str(value) for name, value in options.items()}
     return {
         "format": FORMAT,
+        "recorder": recorder,
         "algorithm": algorithm,
         "options": shown,
         "rank": rank,
         "world_size": world_size,
+        "is_resumed": is_resumed,
     }
 
 
-def append(path: Path, first: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append rows to a file, after a header. Raises OSError if the file can't be written.
-
-    first: the header; None if the file has it already.
-    """
-    lines = [*([first] if first is not None else []), *rows]
+def append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Append headers, choices and rows to a file. Raises OSError if the file can't be written."""
     texts = []
     for line in lines:
         floats = {name: value for name, value in line.items() if isinstance(value, float)}
         odd = {name: str(value) for name, value in floats.items() if not math.isfinite(value)}
         texts.append(json.dumps({**line, **odd}))
-    if texts:
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{text}\n" for text in texts))
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, 2)
+            if file.read() != b"\n":  # a program ended while it wrote
+                texts.insert(0, "")
+        file.write("".join(f"{text}\n" for text in texts).encode())
 
 
 def read(path: Path) -> list[Recording]:
@@ -72,9 +82,9 @@ def read(path: Path) -> list[Recording]:
     found: list[Recording] = []
     for number, line in enumerate(lines, 1):
         try:
-            _add(found, json.loads(line))
+            _add(found, path, json.loads(line))
         except (ValueError, TypeError, LookupError) as error:
-            is_torn = 1 < number == len(lines) and isinstance(error, json.JSONDecodeError)
+            is_torn = number > 1 and isinstance(error, json.JSONDecodeError)
             cause = "the program ended while it wrote; remove the line" if is_torn else "another file"
             raise ValueError(
                 f"{path}, line {number} is not what Recorder.save writes: {line[:60]!r}. "
@@ -83,16 +93,25 @@ def read(path: Path) -> list[Recording]:
     return found
 
 
-def _add(recordings: list[Recording], entry: dict[str, Any]) -> None:
+def _add(recordings: list[Recording], path: Path, entry: dict[str, Any]) -> None:
     """Add a line of a file: a header, a choice or a row.
 
     Raises ValueError, TypeError, KeyError or IndexError for anything else.
     """
     if "format" in entry:
-        options, counts = dict(entry["options"]), (int(entry["rank"]), int(entry["world_size"]))
         if entry["format"] != FORMAT:
             raise ValueError(entry["format"])
-        recordings.append(Recording(str(entry["algorithm"]), options, *counts))
+        recordings.append(
+            Recording(
+                path,
+                str(entry["recorder"]),
+                str(entry["algorithm"]),
+                dict(entry["options"]),
+                int(entry["rank"]),
+                int(entry["world_size"]),
+                entry["is_resumed"] is True,
+            )
+        )
     elif "choice" in entry:
         candidates = [
             {**each, "ms": _number(each["ms"]), "sent_bytes": _number(each["sent_bytes"])}

@@ -4,6 +4,8 @@ Norms and sketches (row.py) are computed on the bucket's device, in stream order
 host reads them when you ask for rows. docs/recording.md has the formulas.
 """
 
+import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from ...rules import RANK
 from ..parameter_states import Bucket
 from ..state import CompressorState
 from . import file as recording_file
-from .row import NUM_VALUES, RecordedBucket, measure, relative_errors, step_values
+from .row import NUM_VALUES, RecordedBucket, Source, measure, relative_errors, step_values
 
 Log = Callable[[int, dict[str, float]], Any]
 # This many rows share one tensor, so that the device's memory isn't split into small allocations.
@@ -66,7 +68,7 @@ class Recorder:
         self._rows: deque[RecordedBucket] = deque(maxlen=int(RANK("max_rows", max_rows)))
         self._block: torch.Tensor | None = None
         self._num_used = 0
-        self._paths: set[str] = set()  # files that have this recorder's header
+        self._name = uuid.uuid4().hex  # tells its rows in a file from other recorders' rows
         # Rows that were dropped because there were more than max_rows.
         self.num_dropped = 0
         # What an AutoState has chosen: {"step", "choice", "candidates"}, the last as in AutoState.table.
@@ -83,8 +85,11 @@ class Recorder:
     def add_plain(self, step: int, index: int, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Record a bucket that is averaged without compression."""
         if step % self._every == 0:
-            num_bytes = buffer.nbytes
-            self._append(RecordedBucket(step, index, group.rank(), buffer.numel(), num_bytes, num_bytes))
+            source, num_bytes = self._source(group), buffer.nbytes
+            self._append(RecordedBucket(step, index, source, buffer.numel(), num_bytes, num_bytes))
+
+    def _source(self, group: dist.ProcessGroup) -> Source:
+        return Source(weakref.ref(group), group.rank(), group.size(), self._state.settings)
 
     def recorded(
         self,
@@ -106,7 +111,7 @@ class Recorder:
         row = RecordedBucket(
             step,
             index,
-            group.rank(),
+            self._source(group),
             buffer.numel(),
             buffer.nbytes,
             sent_numel * buffer.itemsize,
@@ -121,7 +126,13 @@ class Recorder:
         measure(buffer, shift, out=row.values[1])
         error = own.current_error()
         row.has_error = error is not None
-        if error is not None:
+        if error is None and own.sent:
+            error = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
+            for position, sent in own.sent.items():
+                error[own.slices[position]] = sent
+        if error is None:
+            row.values[2].zero_()
+        else:
             measure(error, shift, out=row.values[2])
         row.marks.append(mark(buffer.device))
         self._append(row)
@@ -151,13 +162,14 @@ class Recorder:
 
         A collective: every rank of the state's group must call it after the same step, with the same rows. It
         averages 1 kB per row, and the host waits for the device. Without it, the rows' relative_error,
-        energy_kept and mean_norm stay None.
+        energy_kept and mean_norm stay None, as in rows of an earlier group, with other ranks.
 
         Raises RuntimeError on every rank if the ranks' rows differ.
         """
-        rows = [row for row in self._rows if row.values is not None]
-        values = [row.values for row in rows if row.values is not None]
         group = resolve_group("Recorder.complete", self._state.process_group)
+        here = self._source(group)[:3]
+        rows = [row for row in self._rows if row.values is not None and row.source[:3] == here]
+        values = [row.values for row in rows if row.values is not None]
         advice = "Call it on every rank, after the same step; then only one rank may save or log the rows"
         require_all_ranks("Recorder.complete", "find the relative errors of the recorded rows", group, advice)
         require_same_on_all_ranks(
@@ -222,17 +234,31 @@ class Recorder:
 
         Raises OSError if the file can't be written; the rows are kept then.
         """
-        rows = self.rows()
-        group = resolve_group("Recorder.save", self._state.process_group)
-        header = None
-        if str(path) not in self._paths:
-            header = recording_file.header(
-                self._state.algorithm, self._state.compared_options(), group.rank(), group.size()
-            )
-        recording_file.append(Path(path), header, [*rows, *self.choices])
-        self._paths.add(str(path))
+        source = self._source(resolve_group("Recorder.save", self._state.process_group))
+        rows = list(self._rows)
+        lines = [self._header(source), *self.choices]
+        for row in rows:
+            if row.source[1:] != source[1:]:
+                source = row.source
+                lines.append(self._header(source))
+            lines.append(row.as_dict())
+        recording_file.append(Path(path), lines)
         self.choices = []
         self._forget(len(rows))
+
+    def _header(self, source: Source) -> dict[str, Any]:
+        """Return the line before rows of this source in a file."""
+        state, options = self._state, source.settings.by_name()
+        return recording_file.header(
+            self._name, state.algorithm, options, source.rank, source.world_size, is_resumed=state._is_resumed
+        )
+
+    def forget_step(self, step: int) -> None:
+        """Delete the rows of this step, if there are any, as if it had not been taken.
+
+        step: the step's number, as in `rows`. Rows that are saved or flushed already stay.
+        """
+        self._rows = deque((row for row in self._rows if row.step != step), self._rows.maxlen)
 
     def _forget(self, num_rows: int) -> None:
         for _ in range(min(num_rows, len(self._rows))):

@@ -9,11 +9,12 @@ energy is spread over many elements.
 """
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,21 +77,30 @@ def measure(values: torch.Tensor, shift: int, *, out: torch.Tensor) -> None:
 NUM_VALUES = 1 + LENGTH
 
 
+class Source(NamedTuple):
+    """Where a row comes from: the group, this rank in it, its number of ranks, and the state's settings."""
+
+    group: weakref.ref[dist.ProcessGroup]
+    rank: int
+    world_size: int
+    settings: Any
+
+
 @dataclass(eq=False)
 class RecordedBucket:
     """One row of a recorder.
 
     values: [3, NUM_VALUES], norms and sketches of this rank's gradients, of the average, and of this rank's
-        error (undefined unless has_error). None in a plain step. None again after Recorder.complete(), which
-        sets relative_error and mean_norm instead.
-    has_error: True with error feedback.
+        error; without error feedback, of the errors of other compressors that it has sent. None in a plain
+        step. None again after Recorder.complete(), which sets relative_error and mean_norm instead.
+    has_error: True with error feedback. The same on all ranks.
     marks: the times at which the hook began, the bucket was averaged, and the values were computed; empty in
         a plain step.
     """
 
     step: int
     bucket: int
-    rank: int
+    source: Source
     numel: int
     gradient_bytes: int
     sent_bytes: int
@@ -122,7 +132,7 @@ class RecordedBucket:
         return {
             "step": self.step,
             "bucket": self.bucket,
-            "rank": self.rank,
+            "rank": self.source.rank,
             "compressed": self.is_compressed,
             "numel": self.numel,
             "gradient_bytes": self.gradient_bytes,
@@ -149,12 +159,12 @@ def relative_errors(
     has_error: for each row, whether errors are kept.
 
     The relative error is ‖E‖ / ‖M‖. C is the average, E the mean of the ranks' new errors, and M the mean of
-    gradients plus errors. Error feedback keeps M = C + E. Without error feedback, M is the mean of the
-    gradients, and E = M − C. The ranks' sketches of errors are averaged to estimate E.
+    gradients plus errors. Error feedback keeps M = C + E. Without error feedback, E = M − C. The ranks'
+    sketches are averaged to estimate E.
     """
     gradients, averages, errors = values[:, :, 1:].unbind(1)
     keeps = torch.tensor(has_error, dtype=torch.bool, device=values.device).view(-1, 1)
-    owed = torch.where(keeps, errors, gradients - averages).double()
+    owed = torch.where(keeps, errors, gradients + errors - averages).double()
     with Explaining.of("average the sketches of the recorded rows", group):
         dist.all_reduce(owed, group=group)
     owed /= group.size()

@@ -215,6 +215,30 @@ def test_rows_are_forgotten_and_recorders_detached():
     ]
 
 
+def forgetting_a_step(rank, max_rows):
+    make_state, hook = HOOKS["int4"]
+    state, steps = make_state(), []
+    recording = Recorder(state, max_rows=max_rows)
+    for step in range(5):
+        for index in (0, 1):
+            bucket = GradBucket(index, gradient_of(rank, step, index), [torch.empty(1)], index == 1)
+            hook(state, bucket).wait()
+        if step in (1, 3):  # a plain step, and a compressed one
+            recording.forget_step(step)
+            recording.forget_step(17)
+    recording.complete()
+    for row in recording.rows():
+        steps.append(row["step"])
+        assert row["relative_error"] is not None
+    return steps, recording.num_dropped
+
+
+@pytest.mark.usefixtures("plain_torch")
+def test_a_step_is_forgotten():
+    assert simulate(forgetting_a_step, 2, 100) == [([0, 0, 2, 2, 4, 4], 0)] * 2
+    assert simulate(forgetting_a_step, 2, 3) == [([2, 4, 4], 3)] * 2, "the newest rows stay"
+
+
 def not_finite(rank, name, value):
     make_state, hook = HOOKS[name]
     state = make_state()

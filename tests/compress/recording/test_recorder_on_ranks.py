@@ -1,6 +1,7 @@
 """Recorders on real gloo ranks: with every way to train, and with steps that leave layers out."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gradcomp.compress import CompressorState, Recorder, compress_hook
 from gradcomp.compress.all_reduced import AllReducedCompressor, AllReducedOptions
 from gradcomp.compress.recording.file import read
 from gradcomp.fsdp import compress_replicas
+from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.fsdp.models import RANKS, batch_of, new_grid, sharded, weights
@@ -175,32 +177,128 @@ def test_what_a_logger_and_a_file_get(run_ranks, tmp_path):
         assert all(isinstance(value, int | float) for value in values.values())
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.jsonl"
-        (recording,) = read(path)
-        assert (recording.algorithm, recording.rank, recording.world_size) == ("PowerSGD", rank, 2)
-        assert recording.options["matrix_approximation_rank"] == 4
-        assert {row["step"] for row in recording.rows} == set(range(8))
-        assert {row["rank"] for row in recording.rows} == {rank}
+        for steps, recording in zip((range(4), range(4, 8)), read(path), strict=True):
+            assert (recording.algorithm, recording.rank, recording.world_size) == ("PowerSGD", rank, 2)
+            assert recording.options["matrix_approximation_rank"] == 4
+            assert {row["step"] for row in recording.rows} == set(steps)
+            assert {row["rank"] for row in recording.rows} == {rank}
         for line in path.read_text().splitlines():
             json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def owing_ranks(rank):
-    """Send loaded errors in bf16, the second layer's only on rank 0, which uses it; return completed rows."""
-    model = Net()
-    state = CompressorState(AllReducedCompressor, AllReducedOptions(torch.bfloat16), start_iter=2)
+def in_ddp(model, state, hook, **options):
     state.number_parameters(model.named_parameters())
-    owed = {name: {"error": torch.ones_like(each)} for name, each in model.named_parameters()}
-    state.load_state_dict({**state.state_dict(), "parameters": owed, "num_parameters": len(owed)})
-    ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    ddp.register_comm_hook(state, compress_hook)
-    recorder = Recorder(state)
-    for _ in range(5):
-        ddp(torch.ones(2, SIZE), 1 - rank).sum().backward()
-        model.zero_grad()
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01, **options)
+    ddp.register_comm_hook(state, hook)
+    return ddp, Recorder(state)
+
+
+def take_steps(ddp, steps, used=lambda step: 1):
+    """used(step): whether this rank uses the second layer."""
+    for step in steps:
+        x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(step))
+        ddp(x, used(step)).square().mean().backward()
+        ddp.zero_grad()
+
+
+def completed(recorder):
     recorder.complete()
     return recorder.rows()
 
 
-def test_ranks_that_still_owe_errors_have_rows_alike(run_ranks):
-    for rows in run_ranks(owing_ranks, 2):
-        assert [row["relative_error"] is not None for row in rows] == [True] * len(rows)
+def after_int4(rank, candidates):
+    """auto_hook uses the last candidate after int4. Rank 1 doesn't use the second layer from there on."""
+    state = AutoState(candidates=candidates, start_iter=2, steps_per_turn=3, rounds=1, clock=lambda: 7.0)
+    ddp, recorder = in_ddp(Net(), state, auto_hook, find_unused_parameters=True)
+    first = 2 + 3 * len(candidates)  # its second round
+    take_steps(ddp, range(first), lambda step: rank == 0 or step < 5)
+    return completed(recorder)
+
+
+def owing(rank):
+    """Send loaded errors in bf16, the second layer's only on rank 0, which uses it."""
+    model, state = Net(), CompressorState(AllReducedCompressor, AllReducedOptions(torch.bfloat16))
+    owed = {name: {"error": torch.ones_like(each)} for name, each in model.named_parameters()}
+    state.load_state_dict({**state.state_dict(), "parameters": owed, "num_parameters": len(owed)})
+    ddp, recorder = in_ddp(model, state, compress_hook, find_unused_parameters=True)
+    take_steps(ddp, range(5), lambda step: 1 - rank)
+    return completed(recorder)
+
+
+def discarding(rank):
+    """A discarded step's errors stay as they are: its relative error would be wrong."""
+    state = QuantizationState(bits=4, start_iter=1, use_error_feedback=True)
+    ddp, recorder = in_ddp(Net(), state, quantization_hook)
+    take_steps(ddp, range(4))
+    with state.discard_step():
+        take_steps(ddp, range(2))
+    take_steps(ddp, range(1))
+    return completed(recorder)
+
+
+def joining(rank):
+    """Rank 2 has no batches left after five steps."""
+    ddp, recorder = in_ddp(Net(), QuantizationState(bits=4), quantization_hook)
+    with ddp.join():
+        take_steps(ddp, range(5 if rank == 2 else 7))
+    return completed(recorder)
+
+
+def on_fewer_ranks(rank, path):
+    """Rank 2 leaves after four steps. Save the rows, and return them."""
+    group = torch.distributed.new_group([0, 1])
+    model, state = Net(), QuantizationState(bits=4)
+    ddp, recorder = in_ddp(model, state, quantization_hook)
+    take_steps(ddp, range(4))
+    if rank == 2:
+        return []
+    model.zero_grad()
+    state.process_group = group
+    gradients = [torch.randn(40, 40, generator=torch.Generator().manual_seed(rank)) for _ in range(2)]
+    for _ in range(3):
+        gradcomp.average_([each.clone() for each in gradients], quantization_hook, state)
+    rows = completed(recorder)
+    state.change(replace(state.settings, options=replace(state.options, bits=8)))
+    gradcomp.average_(gradients, quantization_hook, state)
+    recorder.save(f"{path}{rank}")
+    return rows
+
+
+def odd_rows(rank, path):
+    return {
+        "none after int4": after_int4(rank, ("int4", "none")),
+        "bf16 after int4": after_int4(rank, ("int4", "bf16")),
+        "owing": owing(rank),
+        "discarding": discarding(rank),
+        "joining": joining(rank),
+        "on fewer ranks": on_fewer_ranks(rank, path),
+    }
+
+
+SHARED = ("step", "bucket", "compressed", "relative_error", "mean_norm")
+
+
+def test_rows_are_alike_on_ranks_that_differ(run_ranks, tmp_path):
+    ranks = run_ranks(odd_rows, 3, str(tmp_path / "rank"))
+    for name, rows in ranks[0].items():
+        for other in ranks[1:2] if name == "on fewer ranks" else ranks[1:]:
+            assert [[row[key] for key in SHARED] for row in rows] == [
+                [row[key] for key in SHARED] for row in other[name]
+            ], name
+    none, bf16, owed = (ranks[0][name] for name in ("none after int4", "bf16 after int4", "owing"))
+    assert {row["relative_error"] for row in none if row["step"] >= 5} == {0.0}
+    assert {row["compressed"] for row in none if row["step"] >= 5} == {False}
+    for row in [*(row for row in bf16 if row["step"] >= 5), *(row for row in owed if row["step"] >= 2)]:
+        assert 0 < row["relative_error"] < 2**-7, "rounding to bf16, of gradients and errors that are sent"
+    for row in ranks[0]["discarding"]:
+        assert row["step"] not in (4, 5)
+        assert row["relative_error"] < 0.5
+    assert {row["step"] for row in ranks[0]["joining"]} == set(range(7))
+    for row in ranks[0]["on fewer ranks"]:
+        is_known = row["step"] >= 4 or not row["compressed"]
+        assert (row["relative_error"] is not None) == is_known
+        assert row["relative_error"] is None or row["relative_error"] < 0.5
+    for rank in (0, 1):
+        recordings = [each for each in read(tmp_path / f"rank{rank}") if each.rows]
+        assert [(each.world_size, each.options["bits"]) for each in recordings] == [(3, 4), (2, 4), (2, 8)]
+        assert [{row["step"] for row in each.rows} for each in recordings] == [{0, 1, 2, 3}, {4, 5, 6}, {7}]
