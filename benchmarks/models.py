@@ -5,11 +5,12 @@ The shapes are written out here: nothing is downloaded or installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from gradcomp.plan.models import BUCKET_CAP_BYTES, FIRST_BUCKET_BYTES, Shape, buckets_of, num_elements
+from gradcomp.plan.models import BUCKET_CAP_BYTES, FIRST_BUCKET_BYTES, Shape, buckets_of
 
 __all__ = [
     "BUCKET_CAP_BYTES",
@@ -21,6 +22,10 @@ __all__ = [
     "num_elements",
     "one_bucket",
 ]
+
+
+def num_elements(shapes: Iterable[Shape]) -> int:
+    return sum(map(math.prod, shapes))
 
 
 def resnet50() -> Iterator[Shape]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import sys
 import textwrap
@@ -20,7 +21,7 @@ from gradcomp.compress.announcement import shown_bytes
 from gradcomp.device import has_streams
 from gradcomp.hooks.named_hooks import NamedHook, forms_of
 from gradcomp.plan.collectives import Network, traffic
-from gradcomp.plan.models import Shape, buckets_of, num_elements
+from gradcomp.plan.models import Shape, buckets_of
 
 from .group import Group, LinkSample, link_samples
 from .recommendation import LEAST_HEADROOM, SOURCE, recommendation
@@ -159,7 +160,7 @@ def table(found: Measurements, max_loss: float) -> str:
                 without if hook.name == NOOP else "not measured" if cost is None else str(cost),
             ]
         )
-    per_node, numel = found.ranks_per_node, num_elements(map(tuple, found.shapes))
+    per_node, numel = found.ranks_per_node, sum(map(math.prod, found.shapes))
     nodes = "" if per_node == 1 else f", {found.world_size // per_node} nodes of {per_node} ranks"
     return "\n".join(
         [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal
@@ -18,11 +18,10 @@ from gradcomp.compress.quantized_all_reduce import Form, LayoutFor
 from gradcomp.hooks.named_hooks import NamedHook
 from gradcomp.layout import BlockLayout
 
-from .models import Shape, num_elements
+from .models import Shape
 
 SUM_BYTES = 4  # an element of the exact sum within a node
 GLOO_THREADS = 2  # gloo's own collectives that run at the same time
-
 
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-to-all", "all-gather"]
 Group = Literal["all", "within", "between"]
@@ -124,7 +123,7 @@ class Network:
 class Traffic:
     """What a hook sends in a step that compresses, and the network's time for it.
 
-    collective_bytes: what a rank hands to collectives, as docs/accuracy.md counts it; see collective_bytes.
+    collective_bytes: as in docs/accuracy.md: half of all-to-alls and all-gathers, nothing within a node.
     sent_bytes: what leaves a node.
     transfer_s: sent_bytes over the node's bandwidth.
     wait_s: the round trips that follow one another.
@@ -140,13 +139,19 @@ class Traffic:
 
 
 def traffic(
-    buckets: Sequence[Sequence[Shape]], hook: NamedHook, network: Network, dtype: torch.dtype = torch.float32
+    buckets: Sequence[Sequence[Shape]],
+    hook: NamedHook,
+    network: Network,
+    dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
 ) -> Traffic:
     """Return a hook's traffic in a step of DDP.
 
-    buckets: the shapes of each bucket's gradients, in this dtype; see buckets_of.
+    buckets: the shapes of each bucket's gradients; see buckets_of.
+    dtype: the gradients', or each bucket's.
     """
-    by_bucket = [collectives_of(hook, tuple(shapes), dtype, network) for shapes in buckets]
+    dtypes = [dtype] * len(buckets) if isinstance(dtype, torch.dtype) else dtype
+    given = zip(buckets, dtypes, strict=True)
+    by_bucket = [collectives_of(hook, tuple(shapes), each, network) for shapes, each in given]
     collectives = [each for bucket in by_bucket for each in bucket]
     sent_bytes = sum(map(network.sent_bytes, collectives))
     transfer_s = sent_bytes / network.bytes_per_s
@@ -157,17 +162,9 @@ def traffic(
         has_all_reduces = any(each.kind == "all-reduce" for each in collectives)
         num_trips = max([num_trips / (GLOO_THREADS if has_all_reduces else len(trips)), *trips])
     wait_s = num_trips * network.round_trip_s
-    return Traffic(hook.name, collective_bytes(collectives), sent_bytes, transfer_s, wait_s)
-
-
-def collective_bytes(collectives: Iterable[Collective]) -> float:
-    """Return the bytes handed to collectives, as docs/accuracy.md counts them.
-
-    An all-to-all or all-gather counts half: it sends half of an all-reduce's bytes. Collectives within a node
-    don't count, so flat and hierarchical have equal bytes.
-    """
-    counted = (each for each in collectives if each.group != "within")
-    return sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in counted)
+    counted = [each for each in collectives if each.group != "within"]
+    handed = sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in counted)
+    return Traffic(hook.name, handed, sent_bytes, transfer_s, wait_s)
 
 
 @cache
@@ -184,14 +181,11 @@ def collectives_of(
         return _quantized(
             partial(BlockLayout, shapes, options.block_size), options.bits, dtype, None, network
         )
-    numel = num_elements(shapes)
+    numel = sum(map(math.prod, shapes))
     if hook.name == "none":  # DDP's own all-reduce, whatever the delay
         return (Collective("all-reduce", numel * dtype.itemsize),)
-    if not hook.is_hierarchical:
-        return _sum(
-            numel * (options.wire_dtype or dtype).itemsize, "all", network.world_size, network.has_delay
-        )
-    return _hierarchical(numel * dtype.itemsize, numel * (options.wire_dtype or dtype).itemsize, network)
+    wire_bytes = numel * (options.wire_dtype or dtype).itemsize
+    return _sum(wire_bytes, numel * dtype.itemsize, network, network.has_delay)
 
 
 def _quantized(
@@ -246,33 +240,29 @@ def _powersgd(
 def _factors(num_bytes: int, network: Network) -> tuple[Collective, ...]:
     """Return the collectives that sum one of PowerSGD's wires; see PowerSGDCompressor._sum."""
     is_small = num_bytes < LEAST_HIERARCHICAL_BYTES
-    if network.ranks_per_node == 1 or is_small:
-        is_pair = network.by_messages and network.world_size == 2 and is_small
-        return _sum(num_bytes, "all", network.world_size, network.has_delay or is_pair)
-    return _hierarchical(num_bytes, num_bytes, network)
+    is_pair = network.by_messages and network.world_size == 2 and is_small
+    if is_small:
+        network = replace(network, ranks_per_node=1)
+    return _sum(num_bytes, num_bytes, network, network.has_delay or is_pair)
 
 
-def _hierarchical(within_bytes: int, between_bytes: int, network: Network) -> tuple[Collective, ...]:
-    """Return the collectives that sum within nodes, then between nodes, of buffers of these sizes."""
-    return (
-        Collective("reduce-scatter", within_bytes, "within"),
-        *_sum(between_bytes, "between", network.num_nodes, network.has_delay, network.ranks_per_node),
-        Collective("all-gather", within_bytes, "within"),
-    )
+def _sum(num_bytes: int, within_bytes: int, network: Network, has_delay: bool) -> tuple[Collective, ...]:
+    """Return the collectives of exchange.all_reduce; with nodes, those of reduce_hierarchically.
 
-
-def _sum(
-    num_bytes: int, group: Group, size: int, has_delay: bool, ranks_per_node: int = 1
-) -> tuple[Collective, ...]:
-    """Return the collectives of exchange.all_reduce, for Collective's num_bytes and group.
-
-    size: the number of ranks that sum.
+    num_bytes, within_bytes: the size of the whole buffer, and of the buffer that is summed within nodes.
     """
+    per_node, size = network.ranks_per_node, network.num_nodes
+    group: Group = "all" if per_node == 1 else "between"
     if not has_delay or size == 1:
-        return (Collective("all-reduce", num_bytes, group),)
-    if takes_one_exchange(-(-num_bytes // ranks_per_node), size, has_delay=True):
-        return (Collective("all-gather", size * num_bytes, group),)
-    return _two_exchanges(num_bytes, group)
+        summed: tuple[Collective, ...] = (Collective("all-reduce", num_bytes, group),)
+    elif takes_one_exchange(-(-num_bytes // per_node), size, has_delay=True):
+        summed = (Collective("all-gather", size * num_bytes, group),)
+    else:
+        summed = _two_exchanges(num_bytes, group)
+    if per_node == 1:
+        return summed
+    first = Collective("reduce-scatter", within_bytes, "within")
+    return (first, *summed, replace(first, kind="all-gather"))
 
 
 def _two_exchanges(num_bytes: int, group: Group) -> tuple[Collective, ...]:

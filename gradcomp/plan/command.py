@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
@@ -13,9 +14,8 @@ from gradcomp.compress.announcement import shown_bytes
 from gradcomp.hooks.named_hooks import NAMES, NamedHook, forms_of
 
 from .collectives import Backend, Network, traffic
-from .models import Shape, buckets_of, load_shapes, num_elements
+from .models import DTYPES, Shape, buckets_of, load_shapes
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXPLANATION = """
 node sends: the bytes that leave a node in a step; a rank, if it is a node of its own. transfer: their time.
 waits: the round trips that follow one another. Arithmetic: nothing was run. Computing, compressing and links
@@ -30,30 +30,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     world_size = options.ranks or 16 * per_node
     try:
         network = Network(world_size, options.bandwidth, options.delay_ms / 1e3, per_node, options.backend)
-        shapes = load_shapes(options.model)
+        parameters = load_shapes(options.model)
     except ValueError as error:
         parser.error(str(error))
-    dtype = DTYPES[options.dtype]
-    buckets = buckets_of(shapes, dtype.itemsize, options.bucket_cap_mb * 2**20)
+    shapes: dict[torch.dtype, list[Shape]] = {}  # DDP has buckets of one dtype each
+    for shape, dtype in parameters:
+        shapes.setdefault(DTYPES.get(options.dtype, dtype), []).append(shape)
+    if wrong := next((dtype for dtype in shapes if dtype not in DTYPES.values()), None):
+        parser.error(f"model {options.model!r} is in {wrong}, in which nothing is averaged: give --dtype")
+    cap = options.bucket_cap_mb * 2**20
+    buckets = [(each, dtype) for dtype in shapes for each in buckets_of(shapes[dtype], dtype.itemsize, cap)]
     ranks = f"{world_size} ranks, {per_node} per node, {options.backend}"
     rate = f"{8 * network.bytes_per_s / 1e9:g} Gbit/s per node, round trips of {options.delay_ms:g} ms"
-    size = f"{num_elements(shapes):,} parameters, gradients in {options.dtype}, {len(buckets)} buckets"
-    print(f"model    {size}")
+    dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in shapes)
+    numel = sum(math.prod(shape) for shape, _ in parameters)
+    print(f"model    {numel:,} parameters, gradients in {dtypes}, {len(buckets)} buckets")
     print(f"network  {ranks}; {rate}\n")
     has_nodes = network.num_nodes > 1 and per_node > 1
     forms = forms_of(options.hook, has_nodes=has_nodes, is_gloo=network.by_messages)
-    print(*_table(buckets, forms, network, dtype), sep="\n")
+    print(*_table(buckets, forms, network), sep="\n")
     print(EXPLANATION.rstrip())
 
 
 def _table(
-    buckets: Sequence[Sequence[Shape]], hooks: Iterable[NamedHook], network: Network, dtype: torch.dtype
+    buckets: Sequence[tuple[list[Shape], torch.dtype]], hooks: Iterable[NamedHook], network: Network
 ) -> list[str]:
     """Return a line per hook."""
-    none, bf16 = (traffic(buckets, NamedHook.named(name), network, dtype) for name in ("none", "bf16"))
+    shapes, dtypes = zip(*buckets, strict=True)
+    none, bf16 = (traffic(shapes, NamedHook.named(name), network, dtypes) for name in ("none", "bf16"))
     rows = [["hook", "node sends", "fewer", "than bf16", "transfer", "waits"]]
     for hook in hooks:
-        found = traffic(buckets, hook, network, dtype)
+        found = traffic(shapes, hook, network, dtypes)
         fewer = [each.sent_bytes / max(found.sent_bytes, 1) for each in (none, bf16)]
         times = map(shown_seconds, (found.transfer_s, found.wait_s))
         rows.append([hook.name, shown_bytes(found.sent_bytes), *(f"{each:.1f}×" for each in fewer), *times])
@@ -67,7 +74,7 @@ def plan_parser() -> OneLineParser:
     )
     text = "A checkpoint, or module:callable, which returns an nn.Module or a list of shapes."
     parser.add_argument("--model", required=True, help=text)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="Default: %(default)s.")
+    parser.add_argument("--dtype", choices=DTYPES, help="The gradients' dtype. Default: the model's.")
     text = "DDP's option of this name. Default: 25."
     parser.add_argument("--bucket-cap-mb", type=positive, default=25.0, metavar="MB", help=text)
     text = "The number of ranks. Default: 16 nodes."

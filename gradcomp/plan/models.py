@@ -5,26 +5,24 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gradcomp.command_line import in_words, load_callable
 
 Shape = tuple[int, ...]
+Parameter = tuple[Shape, torch.dtype]
 
 # DDP's defaults: torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25), and 1 MiB for the first bucket.
-FIRST_BUCKET_BYTES = 2**20
-BUCKET_CAP_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES = 2**20, 25 * 2**20
 MAX_HEADER_BYTES = 10**8  # of a safetensors file
 CHECKPOINTS = (".pt", ".pth", ".bin", ".safetensors")
-
-
-def num_elements(shapes: Iterable[Shape]) -> int:
-    return sum(math.prod(shape) for shape in shapes)
+DTYPES = {each: getattr(torch, each) for each in ("float32", "bfloat16", "float16", "float64")}
+NAMES = {"BF16": "bfloat16", "C64": "complex64", **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}}
 
 
 def buckets_of(
@@ -47,15 +45,14 @@ def buckets_of(
     return buckets
 
 
-def load_shapes(name: str) -> list[Shape]:
-    """Return the shapes of a model's parameters with gradients.
+def load_shapes(name: str) -> list[Parameter]:
+    """Return the shape and dtype of each of a model's parameters with gradients.
 
     name: a checkpoint's file (see shapes_in), or module:callable. The callable takes no argument and returns
-        an nn.Module, a tuple that begins with a module, or a list of shapes.
+        an nn.Module, a tuple that begins with a module, or a list of shapes, whose dtype is fp32.
 
     The callable runs on the meta device, where parameters need no memory. If that fails, it runs on the CPU.
-    Raises ValueError for another name, a file that can't be read, and a callable that fails or returns
-    anything else.
+    Raises ValueError for anything else, and a lazy module that has had no input.
     """
     if name.endswith(CHECKPOINTS):
         return shapes_in(Path(name))
@@ -67,57 +64,65 @@ def load_shapes(name: str) -> list[Shape]:
             made = function()
     except ValueError:
         made = function()
-    return _shapes_of(made, name)
-
-
-def _shapes_of(made: Any, name: str) -> list[Shape]:
-    """Return the shapes of the parameters with gradients. made: the result of load_shapes' callable."""
     module = made[0] if isinstance(made, tuple) and made else made
-    try:
-        if isinstance(module, nn.Module):
-            shapes = [tuple(each.shape) for each in module.parameters() if each.requires_grad]
-        else:
-            shapes = [tuple(torch.Size(shape)) for shape in made]
-    except TypeError as error:
-        raise ValueError(
-            f"model {name!r} returned {type(made).__name__}; it must return an nn.Module, a tuple that "
-            "begins with one, or a list of shapes"
-        ) from error
-    if not shapes:
+    if isinstance(module, nn.Module):
+        named = {key: each for key, each in module.named_parameters() if each.requires_grad}
+        if lazy := [repr(key) for key, each in named.items() if is_lazy(each)]:
+            problem = "has no shape yet: call the module with an input before you return it"
+            raise ValueError(f"model {name!r}: the lazy parameter {lazy[0]} {problem}")
+        found = [_in_hooks(each.shape, each.dtype) for each in named.values()]
+    else:
+        try:
+            shapes = [torch.empty(torch.Size(shape), device="meta").shape for shape in made]
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(
+                f"model {name!r} returned {type(made).__name__}; it must return an nn.Module, a tuple that "
+                "begins with one, or a list of shapes"
+            ) from error
+        found = [(tuple(shape), torch.float32) for shape in shapes]
+    if not found:
         raise ValueError(f"model {name!r} has no parameter with a gradient")
-    return shapes
+    return found
 
 
-def shapes_in(path: Path) -> list[Shape]:
-    """Return the shapes of the floating-point tensors in a checkpoint; tensors that share memory count once.
+def _in_hooks(shape: Sequence[int], dtype: torch.dtype) -> Parameter:
+    """Return a gradient's shape and dtype in hooks: a complex one is real, with a last dimension of 2."""
+    return ((*shape, 2), dtype.to_real()) if dtype.is_complex else (tuple(shape), dtype)
+
+
+def shapes_in(path: Path) -> list[Parameter]:
+    """Return the shape and dtype of each floating-point tensor in a checkpoint; shared memory counts once.
 
     path: a safetensors file, or what torch.save wrote of a state_dict, or of a dict with one as its "model",
         "state_dict" or "model_state_dict". Buffers, such as running means, can't be told from parameters.
 
-    Only shapes are read. Raises ValueError for another file.
+    Raises ValueError for another file. No values are read.
     """
     try:
         if path.suffix == ".safetensors":
-            return _safetensors_shapes(path)
+            return _in_safetensors(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if isinstance(loaded, Mapping):
+            names = ("model", "state_dict", "model_state_dict")
+            loaded = next((loaded[name] for name in names if name in loaded), loaded)
+        values = loaded.values() if isinstance(loaded, Mapping) else ()
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        tensors = [each for each in tensors if each.is_floating_point() or each.is_complex()]
+        found = {(each.data_ptr(), each.shape): _in_hooks(each.shape, each.dtype) for each in tensors}
     except (OSError, RuntimeError, ValueError, TypeError, LookupError, pickle.UnpicklingError) as error:
         raise ValueError(f"checkpoint {str(path)!r} can't be read: {in_words(error)}") from error
-    if isinstance(loaded, Mapping):
-        names = ("model", "state_dict", "model_state_dict")
-        loaded = next((loaded[name] for name in names if name in loaded), loaded)
-    found = loaded.values() if isinstance(loaded, Mapping) else ()
-    tensors = [each for each in found if isinstance(each, torch.Tensor) and each.is_floating_point()]
-    shapes = {(each.data_ptr(), each.shape): tuple(each.shape) for each in tensors}
-    if not shapes:
+    if not found:
         raise ValueError(f"checkpoint {str(path)!r} has no floating-point tensor")
-    return list(shapes.values())
+    return list(found.values())
 
 
-def _safetensors_shapes(path: Path) -> list[Shape]:
-    """Return the shapes in a safetensors file: 8 bytes, its header's length; then the header, JSON."""
+def _in_safetensors(path: Path) -> list[Parameter]:
+    """Return the tensors in a safetensors file: 8 bytes, its header's length; then the header, JSON."""
     with path.open("rb") as file:
         length = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
         header = json.loads(file.read(length))
     tensors = [header[name] for name in header if name != "__metadata__"]
     tensors.sort(key=lambda each: each["data_offsets"])
-    return [tuple(each["shape"]) for each in tensors if each["dtype"].startswith(("F", "BF"))]
+    floats = [each for each in tensors if each["dtype"].startswith(("F", "BF", "C"))]
+    names = [NAMES.get(each["dtype"], "float8_e4m3fn") for each in floats]
+    return [_in_hooks(each["shape"], getattr(torch, name)) for each, name in zip(floats, names, strict=True)]

@@ -48,6 +48,23 @@ text = lambda: ["ab"]
 nothing = lambda: []
 frozen = lambda: nn.Linear(5, 4).requires_grad_(False)
 needs_argument = lambda x: x
+lazy = lambda: nn.Sequential(nn.Linear(5, 4), nn.LazyLinear(3))
+negative = lambda: [(4, -5)]
+too_large = lambda: [(2**70,)]
+
+
+def lazy_with_input():
+    module = lazy()
+    module(torch.empty(2, 5))
+    return module
+
+
+def mixed():
+    module = nn.Sequential(nn.Linear(5, 4).bfloat16(), nn.Linear(4, 3).double(), nn.Linear(3, 2))
+    module[2].weight = nn.Parameter(torch.empty(2, 3, dtype=torch.complex64))
+    module[2].bias.requires_grad_(False)
+    module.register_parameter("count", nn.Parameter(torch.empty(9, dtype=torch.int32), requires_grad=False))
+    return module
 
 def on_cpu_only():
     assert torch.get_default_device().type == "cpu"
@@ -74,8 +91,17 @@ def test_a_users_model_is_loaded(users_module):
         ("with_inputs", [(4, 5), (4,)]),
         ("on_cpu_only", [(4, 5), (4,)]),
         ("huge", [(2**20, 2**20), (2**20,)]),
+        ("lazy_with_input", [(4, 5), (4,), (3, 4), (3,)]),
     ):
-        assert load_shapes(f"{users_module}:{name}") == shapes
+        assert load_shapes(f"{users_module}:{name}") == [(shape, torch.float32) for shape in shapes]
+
+
+def test_every_parameter_has_its_dtype(users_module):
+    """A complex one is real in hooks, with a last dimension of 2. Frozen parameters have no gradients."""
+    bf16, fp64, fp32 = torch.bfloat16, torch.float64, torch.float32
+    assert load_shapes(f"{users_module}:mixed") == [
+        *[((4, 5), bf16), ((4,), bf16), ((3, 4), fp64), ((3,), fp64), ((2, 3, 2), fp32)]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +118,9 @@ def test_a_users_model_is_loaded(users_module):
         ("users_plan_model:text", "returned list; it must return an nn.Module"),
         ("users_plan_model:nothing", "has no parameter with a gradient"),
         ("users_plan_model:frozen", "has no parameter with a gradient"),
+        ("users_plan_model:lazy", r"the lazy parameter '1\.weight' has no shape yet: call the module with"),
+        ("users_plan_model:negative", "returned list; it must return an nn.Module"),
+        ("users_plan_model:too_large", "returned list; it must return an nn.Module"),
     ],
 )
 def test_what_is_no_model_is_refused(users_module, name, message):
@@ -116,10 +145,19 @@ TIED = [(7, 3), *[(3,)] * 4]  # batch norm's weight and bias, running mean and v
 
 
 @pytest.mark.parametrize("wrapped", [None, "model", "state_dict", "model_state_dict"])
-def test_a_checkpoint_of_torch(tmp_path, wrapped):
-    path, state = tmp_path / "model.pt", Tied().state_dict()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_checkpoint_of_torch(tmp_path, wrapped, dtype):
+    path, state = tmp_path / "model.pt", Tied().to(dtype).state_dict()
     torch.save(state if wrapped is None else {"step": 3, wrapped: state}, path)
-    assert load_shapes(str(path)) == TIED
+    assert load_shapes(str(path)) == [(shape, dtype) for shape in TIED]
+
+
+def test_a_checkpoint_of_several_dtypes(tmp_path):
+    path, dtypes = tmp_path / "model.pt", (torch.float16, torch.complex128, torch.int8, torch.float8_e5m2)
+    torch.save({str(each): torch.zeros(3, 4).to(each) for each in dtypes}, path)
+    assert load_shapes(str(path)) == [
+        *[((3, 4), torch.float16), ((3, 4, 2), torch.float64), ((3, 4), torch.float8_e5m2)]
+    ]
 
 
 def test_a_safetensors_file(tmp_path):
@@ -128,11 +166,18 @@ def test_a_safetensors_file(tmp_path):
         "b": {"dtype": "F32", "shape": [7, 3], "data_offsets": [8, 92]},
         "a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]},
         "ids": {"dtype": "I64", "shape": [1], "data_offsets": [92, 100]},
+        "waves": {"dtype": "C64", "shape": [2], "data_offsets": [100, 116]},
+        "small": {"dtype": "F8_E4M3", "shape": [1, 2], "data_offsets": [116, 118]},
         "__metadata__": {"format": "pt"},
     }
     header = json.dumps(tensors).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(100))
-    assert load_shapes(str(path)) == [(4,), (7, 3)]
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(118))
+    assert load_shapes(str(path)) == [
+        ((4,), torch.bfloat16),
+        ((7, 3), torch.float32),
+        ((2, 2), torch.float32),
+        ((1, 2), torch.float8_e4m3fn),
+    ]
 
 
 class Unsafe:

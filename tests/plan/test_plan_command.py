@@ -10,11 +10,43 @@ from gradcomp.compress.announcement import shown_bytes
 from gradcomp.hooks.named_hooks import NAMES
 from tests.programs import ROOT, run_python
 
-MODEL = ("--model", "tests.plan.test_plan_command:a_model")
+HERE = "tests.plan.test_plan_command"
+MODEL = ("--model", f"{HERE}:a_model")
 
 
 def a_model():
     return [(300, 200), (200,)]
+
+
+def mixed():
+    import torch
+    from torch import nn
+
+    parts = (("bfloat16", (300, 200)), ("float64", (400, 100)), ("float32", (70,)), ("complex64", (50,)))
+    return nn.ParameterList(
+        nn.Parameter(torch.empty(shape, dtype=getattr(torch, dtype))) for dtype, shape in parts
+    )
+
+
+def in_8_bits():
+    import torch
+    from torch import nn
+
+    return nn.ParameterList([nn.Parameter(torch.empty(4, dtype=torch.float8_e4m3fn))])
+
+
+def lazy():
+    from torch import nn
+
+    return nn.LazyLinear(3)
+
+
+def odd():
+    return [(), (0, 5), (1, 1), (5, 0), (2, 3, 1, 4)]
+
+
+def empty():
+    return [(0,)]
 
 
 def plan(capsys, *arguments):
@@ -54,6 +86,30 @@ def test_gradients_in_16_bits_and_small_buckets(capsys):
     assert "gradients in bfloat16, 1 buckets" in output
     assert row_of(output, "none")[:4] == ["none", "120.40 kB", "1.0×", "1.0×"]
     assert "2 buckets" in plan(capsys, *MODEL, "--bucket-cap-mb", "0.0001")
+
+
+def test_bytes_are_those_of_each_parameters_dtype(capsys):
+    """Of 2 ranks each sends all its bytes once; bf16 sends 2 bytes of every dtype."""
+    model = ("--model", f"{HERE}:mixed", "--ranks", "2")
+    output = plan(capsys, *model)
+    assert "100,170 parameters, gradients in bfloat16 and float64 and float32, 3 buckets" in output
+    num_bytes = 2 * 60_000 + 8 * 40_000 + 4 * 70 + 8 * 50
+    assert row_of(output, "none")[1] == shown_bytes(num_bytes)
+    assert row_of(output, "bf16")[1] == shown_bytes(2 * 100_170)
+    given = plan(capsys, *model, "--dtype", "float32")
+    assert "gradients in float32, 1 buckets" in given
+    assert row_of(given, "none")[1] == shown_bytes(4 * 100_170)
+    gloo = plan(capsys, *model, "--delay-ms", "100", "--backend", "gloo", "--hook", "int4")
+    assert row_of(gloo, "none")[-1] == "300 ms", "two of three buckets at a time"
+
+
+@pytest.mark.parametrize("name", ["odd", "empty", "mixed"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_every_shape_dtype_and_form(capsys, name, dtype, backend):
+    nodes = ("--ranks", "4", "--ranks-per-node", "2", "--delay-ms", "10")
+    output = plan(capsys, "--model", f"{HERE}:{name}", "--dtype", dtype, "--backend", backend, *nodes)
+    assert f"gradients in {dtype}, " in output
 
 
 def test_nodes_have_a_row_for_either_form(capsys):
@@ -128,7 +184,12 @@ def test_the_bytes_of_choosing_are_these(capsys):
         ([*MODEL, "--delay-ms", "inf"], "'inf' is not a number of at least 0"),
         ([*MODEL, "--bucket-cap-mb", "0"], "'0' is not a number above 0"),
         ([*MODEL, "--backend", "mpi"], "invalid choice: 'mpi'"),
-        ([*MODEL, "--dtype", "float64"], "invalid choice: 'float64'"),
+        ([*MODEL, "--dtype", "float8_e5m2"], "invalid choice: 'float8_e5m2'"),
+        (
+            ["--model", f"{HERE}:in_8_bits"],
+            "is in torch.float8_e4m3fn, in which nothing is averaged: give --dtype",
+        ),
+        (["--model", f"{HERE}:lazy"], "the lazy parameter 'weight' has no shape yet"),
     ],
 )
 def test_what_can_not_be_is_refused(capsys, arguments, message):
