@@ -74,7 +74,7 @@ def load_callable(name: str) -> Callable[[], Any]:
         found = importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"model {name!r}: module {module!r} can't be imported: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"model {name!r}: module {module!r} fails: {in_words(error)}") from error
     function = getattr(found, attribute, None)
     if not callable(function):
@@ -84,14 +84,14 @@ def load_callable(name: str) -> Callable[[], Any]:
     def call() -> Any:
         try:
             return function()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problem = f"calling it without arguments fails: {in_words(error)}"
             raise ValueError(f"model {name!r}: {problem}") from error
 
     return call
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     """Return an error's class and the first line of its message."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
@@ -48,14 +48,13 @@ def runs_of(recordings: Iterable[Recording]) -> list[Recording]:
     """Put together what each recorder has saved with equal options as one rank: a run.
 
     A resumed run is put together with the run that it goes on from: the only one in the file, before it,
-    that is alike, of equal buckets, too. A step that comes again replaces the steps from there on.
+    that is alike, of equal buckets, too.
     """
     runs: dict[str, Recording] = {}
     for each in recordings:
-        alike = json.dumps([each.algorithm, each.options, each.rank, each.world_size], sort_keys=True)
-        key = each.recorder + alike
+        key = json.dumps(asdict(replace(each.header, is_resumed=False)), sort_keys=True)
         if key not in runs:
-            before = {id(run): run for run in runs.values() if each.is_resumed and _goes_on(run, each)}
+            before = {id(run): run for run in runs.values() if _goes_on(run, each)}
             is_clear = len(before) == 1
             runs[key] = before.popitem()[1] if is_clear else replace(each, rows=[], choices=[])
         _extend(runs[key], each)
@@ -64,8 +63,8 @@ def runs_of(recordings: Iterable[Recording]) -> list[Recording]:
 
 def _goes_on(run: Recording, later: Recording) -> bool:
     """Return whether a resumed run may go on from a run: its steps do, and the rest is alike."""
-    alike = ("path", "algorithm", "options", "rank", "world_size")
-    if not (run.rows and later.rows) or any(getattr(run, name) != getattr(later, name) for name in alike):
+    like = replace(run.header, recorder=later.header.recorder, is_resumed=True)
+    if not (run.rows and later.rows) or (later.path, later.header) != (run.path, like):
         return False
     ours, theirs = ({row["bucket"]: row["numel"] for row in each.rows} for each in (run, later))
     return ours == theirs and run.rows[0]["step"] < later.rows[0]["step"]
@@ -85,12 +84,12 @@ def _extend(run: Recording, later: Recording) -> None:
 
 def labels(runs: Sequence[Recording]) -> list[str]:
     """Return a line for each run: its algorithm and rank, and if others have them, too, what differs."""
-    texts = [f"{run.algorithm}, rank {run.rank} of {run.world_size}" for run in runs]
-    numbers = [[each.path for each in runs[: index + 1]].count(run.path) for index, run in enumerate(runs)]
-    names = dict.fromkeys(name for run in runs for name in run.options)
-    parts = [[f"{name} = {run.options.get(name)}" for run in runs] for name in names]
-    parts += [[str(run.path) for run in runs], [f"run {number} of the file" for number in numbers]]
-    for part in parts:
+    headers, paths = [run.header for run in runs], [str(run.path) for run in runs]
+    texts = [f"{each.algorithm}, rank {each.rank} of {each.world_size}" for each in headers]
+    names = dict.fromkeys(name for each in headers for name in each.options)
+    parts = [[f"{name} = {each.options.get(name)}" for each in headers] for name in names]
+    numbers = [f"run {paths[: i + 1].count(path)} of the file" for i, path in enumerate(paths)]
+    for part in (*parts, paths, numbers):
         alike = [{other for text, other in zip(texts, part, strict=True) if text == each} for each in texts]
         more = zip(texts, part, alike, strict=True)
         texts = [f"{text}, {own}" if len(values) > 1 else text for text, own, values in more]
@@ -105,7 +104,7 @@ def report(run: Recording, label: str) -> str:
         times = [row["time_ms"] for row in rows if row["time_ms"] is not None]
         more = {"step": number, "compressed": any(row["compressed"] for row in rows)}
         steps.append({**whole_step(rows), **more, "time_ms": median(times) if times else None})
-    options = {name: value for name, value in run.options.items() if value is not None}
+    options = {name: value for name, value in run.header.options.items() if value is not None}
     totals = {
         "options": ", ".join(f"{name} = {value}" for name, value in options.items()) or "none",
         **_totals(run, steps),

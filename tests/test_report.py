@@ -42,11 +42,12 @@ def recording(
     path, steps=range(10), changes=None, algorithm="PowerSGD", options=OPTIONS, name="one", **header
 ):
     """Write a recording. changes(step, bucket): entries that replace a row's. name: the recorder's."""
-    header = {"rank": 0, "world_size": 2, "is_resumed": False} | header
+    entries = {"recorder": name, "algorithm": algorithm, "options": options, "rank": 0, "world_size": 2}
+    first = recording_file.Header(**{**entries, "is_resumed": False, **header})
     rows = [
         row(step, bucket, **(changes(step, bucket) if changes else {})) for step in steps for bucket in (0, 1)
     ]
-    recording_file.append(path, [recording_file.header(name, algorithm, options, **header), *rows])
+    recording_file.append(path, [first, *rows])
     return path
 
 

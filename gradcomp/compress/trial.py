@@ -148,15 +148,6 @@ class Trial:
         return self.steps_per_turn - WARM_UP_STEPS
 
     @property
-    def place_in_round(self) -> int | None:
-        """The number of this step among the round's steps that count; None if it doesn't count."""
-        if self.choice is not None:
-            return 0
-        turn, step = divmod(self.step, self.steps_per_turn)
-        counts = self.step >= 0 and step >= WARM_UP_STEPS and not self.is_round_over
-        return turn * self.num_counted + step - WARM_UP_STEPS if counts else None
-
-    @property
     def is_waiting_timed(self) -> bool:
         """True if this step's wait for averages counts: a step of the first candidate's turn."""
         return self.choice is None and self.step < self.steps_per_turn and self.step >= WARM_UP_STEPS
@@ -170,10 +161,11 @@ class Trial:
     ) -> tuple[list[float], list[float]]:
         """Return this rank's (times of the steps of a round that count, waits), for end_round.
 
-        seconds, waits: by place_in_round, and by step.
+        seconds, waits: by step.
         """
-        counted = range(self.num_counted * len(self.taking_part))
-        first = range(WARM_UP_STEPS, self.steps_per_turn)
+        steps = range(self.steps_per_turn * len(self.taking_part))
+        counted = [step for step in steps if step % self.steps_per_turn >= WARM_UP_STEPS]
+        first = counted[: self.num_counted]
         return [seconds.get(i, math.inf) for i in counted], [waits.get(i, math.inf) for i in first]
 
     def end_round(self, seconds: Sequence[float], waits: Sequence[float], next_step: int) -> None:
@@ -289,7 +281,7 @@ class StepClock:
             raise TypeError(f"clock is {now!r}, but must be a function that returns seconds, or None")
         self._now = now
         self._begin: Any = None  # of the last bucket
-        self._marks: list[tuple[int | None, Any]] = []
+        self._marks: list[tuple[int, Any]] = []
         self._waits: dict[int, tuple[list[Any], list[Any]]] = {}
 
     def fault(self) -> str:
@@ -311,11 +303,8 @@ class StepClock:
         # On CUDA a callback's stream waits for the average, so the event in it does, too.
         average.add_done_callback(lambda _: ends.append(mark(device)))
 
-    def end_step(self, number: int | None) -> None:
-        """Note that a step has ended with the last bucket.
-
-        number: stands for the time since the last step's end; None if that time doesn't count.
-        """
+    def end_step(self, number: int) -> None:
+        """Note that a step has ended with the last bucket. number: stands for the time since the last end."""
         end, self._begin = self._begin if self._now is None else self._now(), None
         if end is not None:  # a step without buckets has no end
             self._marks.append((number, end))
@@ -337,7 +326,7 @@ class StepClock:
         return [
             (number, seconds)
             for (_, first), (number, last) in pairwise(ended)
-            if number is not None and 0 < (seconds := seconds_between(first, last)) < math.inf
+            if 0 < (seconds := seconds_between(first, last)) < math.inf
         ]
 
     def take_waits(self, *, of_each: bool) -> dict[int, float]:

@@ -96,11 +96,11 @@ class AutoState(CompressorState):
 
     Every step of a trial is a valid step: the errors of a compression are passed on to the next. The ranks
     choose alike: they exchange the times of their steps, and their waits, in two small all-reduces per
-    round. The choice and the times are in checkpoints. A resumed run with as many ranks and nodes goes on
-    where it was.
+    round. The choice and the times are in checkpoints. A resumed run with as many ranks and nodes begins the
+    trial's round again.
 
     Raises ValueError for an invalid option, an unknown candidate, none, or one twice; TypeError if
-    process_group is not a process group.
+    process_group is not a process group, or the clock is no function.
     """
 
     _default_ranks_per_node = AUTO
@@ -239,42 +239,38 @@ class AutoState(CompressorState):
         trial = self._trial
         if trial is None:
             if self.iter >= self.start_iter:
-                self._begin_trial(group, before=None)
+                self._begin_turns(self._new_trial(group, before=None))
         elif trial.choice is None:
             if trial.is_round_over:
                 self._end_round(trial, group)
         elif self.retrial_every is not None and self.iter - trial.chosen_at >= self.retrial_every:
-            self._begin_trial(group, before=trial.choice)
+            self._begin_turns(self._new_trial(group, before=trial.choice))
         elif self.iter % CHECK_EVERY == 0:
             self._check_speed(trial, group)
 
     def _begin_run(self, group: dist.ProcessGroup) -> None:
-        """Begin a trial's round again after a load, in another group or with other settings.
+        """Begin a trial's round again after a load or in another group; with other settings, a trial.
 
-        The ranks have compared their trials, so all of them do. Some of them may be in new processes, where
-        the first steps are slow: buckets are rebuilt, kernels are compiled, memory is allocated. As many
-        steps don't count as come before a new run's trial.
+        The ranks have compared their trials, so all of them do. Some may be new processes, whose first steps
+        are slow: buckets are rebuilt, kernels are compiled, memory is allocated. As many steps don't count as
+        come before a new run's trial.
 
         Raises TypeError if the clock is out of order.
         """
         if fault := self._clock.fault():
             raise TypeError(f"the clock of AutoState {fault}")
         self._counts_from = self.iter + min(self.start_iter, self._default_start_iter)
+        trial, now = self._trial, self._new_trial(group, None)
+        settings = ("place", "names", "steps_per_turn", "num_rounds", "tolerance")
+        if trial is not None and any(getattr(trial, name) != getattr(now, name) for name in settings):
+            self._trial = None
+        elif trial is not None:
+            self._begin_turns(trial)
+
+    def _begin_turns(self, trial: Trial) -> None:
+        self._trial, trial.step = trial, min(self.iter - self._counts_from, 0)
         self._clock.forget()
         self._num_slow, self._slow_on_ranks = 0, None
-        trial = self._trial
-        if trial is None:
-            return
-        now = self._new_trial(group, trial.before)
-        settings = ("steps_per_turn", "num_rounds", "tolerance") if trial.choice is None else ()
-        if any(getattr(trial, name) != getattr(now, name) for name in ("place", "names", *settings)):
-            self._trial = None
-        else:
-            trial.step = self.iter - self._counts_from
-
-    def _place(self, group: dist.ProcessGroup) -> tuple[int, int]:
-        """Return the number of ranks, and of ranks per node."""
-        return group.size(), self._num_ranks_per_node
 
     def _names(self, num_ranks: int = 2) -> list[str]:
         """Return a trial's candidates, with nodes each flat and hierarchical.
@@ -285,16 +281,10 @@ class AutoState(CompressorState):
         has_nodes, is_gloo = self._num_ranks_per_node > 1, not has_streams(self._device)
         return _forms_of(names, has_nodes=has_nodes, is_gloo=is_gloo)
 
-    def _begin_trial(self, group: dist.ProcessGroup, before: str | None) -> None:
-        self._trial = self._new_trial(group, before)
-        self._trial.chosen_at = self.iter
-        self._trial.step = min(self.iter - self._counts_from, 0)
-        self._clock.forget()
-        self._num_slow, self._slow_on_ranks = 0, None
-
     def _new_trial(self, group: dist.ProcessGroup, before: str | None) -> Trial:
-        options, place, names = self.options, self._place(group), self._names(group.size())
-        return Trial(names, place, options.steps_per_turn, options.rounds, options.tolerance, before)
+        options, place = self.options, (group.size(), self._num_ranks_per_node)
+        settings = (options.steps_per_turn, options.rounds, options.tolerance)
+        return Trial(self._names(group.size()), place, *settings, before, chosen_at=self.iter)
 
     def _end_round(self, trial: Trial, group: dist.ProcessGroup) -> None:
         """Agree with the other ranks on the round's times, and announce a choice."""
@@ -354,7 +344,7 @@ class AutoState(CompressorState):
         before = self._slow_on_ranks
         if before is not None and before.wait()[0] >= MAX_SLOW_STEPS:
             say(f"auto_hook: {MAX_SLOW_STEPS} steps in a row were slow, so the trial is repeated", group)
-            self._begin_trial(group, before=trial.choice)
+            self._begin_turns(self._new_trial(group, before=trial.choice))
         else:
             what = "compare the speed of auto_hook's steps"
             self._slow_on_ranks = ReducedValues(what, [self._num_slow], self._groups(group), self._device)
@@ -373,7 +363,7 @@ class AutoState(CompressorState):
             self._trial.sent_bytes[self._trial.current] = self._steps.sent_bytes
         super().end_step()
         if self._trial is not None:
-            self._clock.end_step(self._trial.place_in_round)
+            self._clock.end_step(self._trial.step)
             self._trial.step += 1
 
     def _announce(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
@@ -391,9 +381,7 @@ class AutoState(CompressorState):
     def checked(self, state_dict: Any) -> dict[str, Any]:
         checkpoint.require_version(state_dict)
         trial = state_dict.get("trial")
-        if "trial" in state_dict:
-            state_dict = {name: value for name, value in state_dict.items() if name != "trial"}
-        checked = super().checked(state_dict)
+        checked = super().checked({name: value for name, value in state_dict.items() if name != "trial"})
         return {**checked, "trial": None if trial is None else asdict(Trial.from_dict(trial))}
 
     def _load_checked(self, checked: dict[str, Any]) -> None:

@@ -498,7 +498,7 @@ def test_ranks_that_stay_begin_the_round_again_with_those_that_load():
         ("random_seed", 3, 3, "int8", "int4"),  # the second round begins again
     ],
 )
-def test_settings_that_change_in_a_trial_count_at_once(name, value, turn, second, choice):
+def test_other_settings_begin_another_trial(name, value, turn, second, choice):
     def run(rank, group):
         state, used = state_of(rank, group), []
         for step in range(90):
@@ -509,11 +509,13 @@ def test_settings_that_change_in_a_trial_count_at_once(name, value, turn, second
         trial = state._trial
         assert (trial.num_rounds, trial.steps_per_turn) == (state.rounds, state.steps_per_turn)
         assert trial.tolerance == state.tolerance
-        return used[23:], state.choice
+        state.tolerance = 0.9
+        step_of(state, rank, 90)
+        return used[23:], trial.choice, state.choice
 
-    used, chosen = run_ranks(run, 2)[0]
+    used, *choices = run_ranks(run, 2)[0]
     assert used[: 2 + turn + 1] == [*["none"] * (2 + turn), second]
-    assert chosen == choice
+    assert choices == [choice, None], "another trial after the choice, too"
 
 
 # --- clocks ---
@@ -707,7 +709,7 @@ def test_another_state():
 
 def test_the_clock_forgets():
     clock = StepClock(iter(range(10)).__next__)
-    for number in (0, None, 1):
+    for number in (0, 1):
         clock.end_step(number)
     assert clock.take() == [(1, 1.0)]
     clock.end_step(2)
@@ -726,11 +728,11 @@ def test_a_step_ends_where_its_last_hook_begins_and_waits_for_all_averages(monke
         now[0] = seconds
         action(*given)
 
-    for start, number in ((0.0, None), (10.0, 4)):
+    for start, number in ((0.0, 3), (10.0, 4)):
         averages = [torch.futures.Future(), torch.futures.Future()]
         for seconds, average in zip((1.0, 2.0), averages, strict=True):
             at(start + seconds, clock.begin_bucket, cpu)
-            clock.add_wait(4, average, cpu) if number else None
+            clock.add_wait(4, average, cpu) if number == 4 else None
         at(start + 2.5, clock.end_step, number)
         at(start + 3.0, averages[1].set_result, torch.zeros(1))
         at(start + 5.0, averages[0].set_result, torch.zeros(1))

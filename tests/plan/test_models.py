@@ -79,6 +79,7 @@ def huge():  # 4 TB on the CPU
 def users_module(tmp_path, monkeypatch):
     (tmp_path / "users_plan_model.py").write_text(textwrap.dedent(SOURCE))
     (tmp_path / "users_broken_model.py").write_text("1 / 0")
+    (tmp_path / "users_script.py").write_text("import sys; sys.exit('usage: users_script FILE')")
     monkeypatch.syspath_prepend(tmp_path)
     yield "users_plan_model"
     sys.modules.pop("users_plan_model", None)
@@ -111,6 +112,7 @@ def test_every_parameter_has_its_dtype(users_module):
         ("users_plan_model:", "'' of module 'users_plan_model' is not there"),
         ("users_no_model:f", "module 'users_no_model' can't be imported: No module named"),
         ("users_broken_model:f", "module 'users_broken_model' fails: ZeroDivisionError"),
+        ("users_script:f", "module 'users_script' fails: SystemExit: usage: users_script FILE"),
         ("users_plan_model:absent", "'absent' of module 'users_plan_model' is not there"),
         ("users_plan_model:not_callable", "'not_callable' of module 'users_plan_model' is not callable"),
         ("users_plan_model:needs_argument", "calling it without arguments fails: TypeError"),

@@ -7,7 +7,7 @@ Numbers that aren't finite are the strings "nan", "inf" and "-inf", because JSON
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +19,41 @@ _NUMBERS = (
 )
 
 
-@dataclass
-class Recording:
-    """The rows and choices after one header in a file, and the header's entries; see `header`."""
+@dataclass(frozen=True)
+class Header:
+    """Whose rows follow.
 
-    path: Path
+    recorder: a name that no other recorder has.
+    options: the state's options and settings.
+    is_resumed: whether the state was loaded from a checkpoint, so that the rows may go on from others.
+    """
+
     recorder: str
     algorithm: str
     options: dict[str, Any]
     rank: int
     world_size: int
     is_resumed: bool
+
+
+@dataclass
+class Recording:
+    """The rows and choices after one header in a file."""
+
+    path: Path
+    header: Header
     rows: list[dict[str, Any]] = field(default_factory=list)
     choices: list[dict[str, Any]] = field(default_factory=list)
 
 
-def header(
-    recorder: str, algorithm: str, options: Mapping[str, Any], rank: int, world_size: int, *, is_resumed: bool
-) -> dict[str, Any]:
-    """Return the header that precedes a recorder's rows.
-
-    recorder: a name that no other recorder has.
-    is_resumed: whether the state was loaded from a checkpoint, so that the rows may go on from others.
-    """
-    plain = (bool, int, float, str, type(None))  # a dtype has a name, for example
-    shown = {name: value if isinstance(value, plain) else str(value) for name, value in options.items()}
-    return {
-        "format": FORMAT,
-        "recorder": recorder,
-        "algorithm": algorithm,
-        "options": shown,
-        "rank": rank,
-        "world_size": world_size,
-        "is_resumed": is_resumed,
-    }
-
-
-def append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+def append(path: Path, lines: Sequence[Header | Mapping[str, Any]]) -> None:
     """Append headers, choices and rows to a file. Raises OSError if the file can't be written."""
     texts = []
     for line in lines:
-        floats = {name: value for name, value in line.items() if isinstance(value, float)}
-        odd = {name: str(value) for name, value in floats.items() if not math.isfinite(value)}
-        texts.append(json.dumps({**line, **odd}))
+        entry = {"format": FORMAT, **asdict(line)} if isinstance(line, Header) else dict(line)
+        floats = {name: value for name, value in entry.items() if isinstance(value, float)}
+        entry |= {name: str(value) for name, value in floats.items() if not math.isfinite(value)}
+        texts.append(json.dumps(entry, default=str))  # a dtype has a name, for example
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, 2)
@@ -99,19 +91,9 @@ def _add(recordings: list[Recording], path: Path, entry: dict[str, Any]) -> None
     Raises ValueError, TypeError, KeyError or IndexError for anything else.
     """
     if "format" in entry:
-        if entry["format"] != FORMAT:
-            raise ValueError(entry["format"])
-        recordings.append(
-            Recording(
-                path,
-                str(entry["recorder"]),
-                str(entry["algorithm"]),
-                dict(entry["options"]),
-                int(entry["rank"]),
-                int(entry["world_size"]),
-                entry["is_resumed"] is True,
-            )
-        )
+        if entry.pop("format") != FORMAT:
+            raise ValueError("another format")
+        recordings.append(Recording(path, Header(**entry)))
     elif "choice" in entry:
         candidates = [
             {**each, "ms": _number(each["ms"]), "sent_bytes": _number(each["sent_bytes"])}

@@ -21,7 +21,7 @@ from ...comm.streams import mark
 from ...rules import RANK
 from ..parameter_states import Bucket
 from ..state import CompressorState
-from . import file as recording_file
+from .file import Header, append
 from .row import NUM_VALUES, RecordedBucket, Source, measure, relative_errors, step_values
 
 Log = Callable[[int, dict[str, float]], Any]
@@ -85,8 +85,12 @@ class Recorder:
     def add_plain(self, step: int, index: int, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Record a bucket that is averaged without compression."""
         if step % self._every == 0:
-            source, num_bytes = self._source(group), buffer.nbytes
-            self._append(RecordedBucket(step, index, source, buffer.numel(), num_bytes, num_bytes))
+            self._append(self._row(step, index, buffer, group, buffer.nbytes))
+
+    def _row(
+        self, step: int, index: int, buffer: torch.Tensor, group: dist.ProcessGroup, sent_bytes: int
+    ) -> RecordedBucket:
+        return RecordedBucket(step, index, self._source(group), buffer.numel(), buffer.nbytes, sent_bytes)
 
     def _source(self, group: dist.ProcessGroup) -> Source:
         return Source(weakref.ref(group), group.rank(), group.size(), self._state.settings)
@@ -108,15 +112,8 @@ class Recorder:
         if step % self._every:
             return (yield from stages)
         sent_numel = 0 if own.compressor is None else own.compressor.sent_numel
-        row = RecordedBucket(
-            step,
-            index,
-            self._source(group),
-            buffer.numel(),
-            buffer.nbytes,
-            sent_numel * buffer.itemsize,
-            is_compressed=True,
-        )
+        row = self._row(step, index, buffer, group, sent_numel * buffer.itemsize)
+        row.is_compressed = True
         shift = step * 8191 + index * 131
         row.values = self._next_values(buffer.device)
         measure(buffer, shift, out=row.values[0])
@@ -183,36 +180,16 @@ class Recorder:
         if not rows:
             return
         for row in rows:
-            row.wait()
-        for row, (relative_error, mean_norm) in zip(
-            rows, relative_errors(torch.stack(values), [row.has_error for row in rows], group), strict=True
-        ):
-            row.relative_error, row.mean_norm = relative_error, mean_norm
             row.read_norms()
+        found = relative_errors(torch.stack(values), [row.has_error for row in rows], group)
+        for row, (row.relative_error, row.mean_norm) in zip(rows, found, strict=True):
             row.values = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict per bucket and step, oldest first. The host waits for the device.
 
-        step: the step's number.
-        bucket: the bucket's index.
-        rank: this rank.
-        compressed: False in plain steps.
-        numel: the number of elements in the bucket.
-        gradient_bytes: the bytes of the bucket.
-        sent_bytes: the bytes of an all-reduce that sends as much as the compressor.
-        rate: gradient_bytes / sent_bytes.
-        time_ms: the time from the hook's start until the bucket is averaged.
-        gradient_norm: the norm of this rank's gradients.
-        average_norm: the norm of the average.
-        error_norm: the norm of this rank's new error.
-        relative_error: ‖M − average‖ / ‖M‖, with M the mean of the ranks' gradients plus errors; 0 in plain
-            steps.
-        energy_kept: 1 − relative_error².
-        mean_norm: ‖M‖.
-
-        Unknown values are None: norms and times of plain steps, error_norm without error feedback, and the
-        last three values of compressed steps before complete().
+        docs/recording.md explains the values. Unknown ones are None: norms and times of plain steps,
+        error_norm without error feedback, and before complete() what it computes.
         """
         return [row.as_dict() for row in list(self._rows)]
 
@@ -236,22 +213,19 @@ class Recorder:
         """
         source = self._source(resolve_group("Recorder.save", self._state.process_group))
         rows = list(self._rows)
-        lines = [self._header(source), *self.choices]
+        lines: list[Header | dict[str, Any]] = [self._header(source), *self.choices]
         for row in rows:
             if row.source[1:] != source[1:]:
                 source = row.source
                 lines.append(self._header(source))
             lines.append(row.as_dict())
-        recording_file.append(Path(path), lines)
+        append(Path(path), lines)
         self.choices = []
         self._forget(len(rows))
 
-    def _header(self, source: Source) -> dict[str, Any]:
-        """Return the line before rows of this source in a file."""
+    def _header(self, source: Source) -> Header:
         state, options = self._state, source.settings.by_name()
-        return recording_file.header(
-            self._name, state.algorithm, options, source.rank, source.world_size, is_resumed=state._is_resumed
-        )
+        return Header(self._name, state.algorithm, options, source.rank, source.world_size, state._is_resumed)
 
     def forget_step(self, step: int) -> None:
         """Delete the rows of this step, if there are any, as if it had not been taken.

@@ -112,14 +112,10 @@ class RecordedBucket:
     mean_norm: float | None = None
     _norms: list[float] | None = None
 
-    def wait(self) -> None:
-        """Wait until the row's values are computed."""
+    def read_norms(self) -> None:
+        """Copy the norms to the host. Waits until the row's values are computed."""
         if self.marks:
             wait_until(self.marks[-1])
-
-    def read_norms(self) -> None:
-        """Copy the norms to the host. Waits until they are computed."""
-        self.wait()
         if self._norms is None and self.values is not None:
             self._norms = self.values[:, 0].tolist()
 

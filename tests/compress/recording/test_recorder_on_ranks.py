@@ -178,8 +178,9 @@ def test_what_a_logger_and_a_file_get(run_ranks, tmp_path):
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.jsonl"
         for steps, recording in zip((range(4), range(4, 8)), read(path), strict=True):
-            assert (recording.algorithm, recording.rank, recording.world_size) == ("PowerSGD", rank, 2)
-            assert recording.options["matrix_approximation_rank"] == 4
+            header = recording.header
+            assert (header.algorithm, header.rank, header.world_size) == ("PowerSGD", rank, 2)
+            assert header.options["matrix_approximation_rank"] == 4
             assert {row["step"] for row in recording.rows} == set(steps)
             assert {row["rank"] for row in recording.rows} == {rank}
         for line in path.read_text().splitlines():
@@ -300,5 +301,6 @@ def test_rows_are_alike_on_ranks_that_differ(run_ranks, tmp_path):
         assert row["relative_error"] is None or row["relative_error"] < 0.5
     for rank in (0, 1):
         recordings = [each for each in read(tmp_path / f"rank{rank}") if each.rows]
-        assert [(each.world_size, each.options["bits"]) for each in recordings] == [(3, 4), (2, 4), (2, 8)]
+        headers = [each.header for each in recordings]
+        assert [(each.world_size, each.options["bits"]) for each in headers] == [(3, 4), (2, 4), (2, 8)]
         assert [{row["step"] for row in each.rows} for each in recordings] == [{0, 1, 2, 3}, {4, 5, 6}, {7}]
