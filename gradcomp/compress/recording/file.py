@@ -91,8 +91,8 @@ def _add(recordings: list[Recording], path: Path, entry: dict[str, Any]) -> None
     Raises ValueError, TypeError, KeyError or IndexError for anything else.
     """
     if "format" in entry:
-        if entry.pop("format") != FORMAT:
-            raise ValueError("another format")
+        if (found := entry.pop("format")) != FORMAT:
+            raise ValueError(found)
         recordings.append(Recording(path, Header(**entry)))
     elif "choice" in entry:
         candidates = [
