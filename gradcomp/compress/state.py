@@ -283,8 +283,7 @@ class CompressorState(SavedState):
         if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
         else:
-            # A compressor ends a step by choosing the next step's random projections: hence the next step's
-            # seed.
+            # The next step's seed: a compressor ends a step by choosing the next step's random projections.
             seed, discards = self._seed(own, step + 1), self._discards_step
             running = own.stages(bucket, group, seed, discards=discards, undoable=self._undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
@@ -292,8 +291,7 @@ class CompressorState(SavedState):
             elif self.recorder is not None and not discards:
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
             operation = Explaining.averaging(bucket.index(), hook_name, group)
-            is_first = self._steps.num_buckets == 1
-            future = self._pipeline.add(bucket, running, operation, is_first=is_first)
+            future = self._pipeline.add(bucket, running, operation, is_first=self._steps.num_buckets == 1)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += compressor.sent_numel
         self._steps.gradient_bytes += buffer.nbytes

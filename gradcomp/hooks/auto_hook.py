@@ -304,37 +304,13 @@ class AutoState(CompressorState):
                     "a clock that stands still, goes back or returns NaN on a rank.",
                     *(", ".join(trial.unknown), trial.round, trial.choice),
                 )
-            say(self._decision(trial), group)
+            say(_decision(trial, self.table, self.iter), group)
             if self.recorder is not None:
                 self.recorder.add_choice(self.iter, trial.choice, self.table)
 
     def _groups(self, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
         """Return the groups that choose alike: a step waits for the slowest shard, too."""
         return [group] if self.shard_group is None else [group, self.shard_group]
-
-    def _decision(self, trial: Trial) -> str:
-        """Say what was chosen, and why, with the table."""
-        table = self.table
-        shown, levels, first, chosen = [], [1.0], table[0], table[0]
-        for row in table:
-            chosen = row if row["candidate"] == trial.choice else chosen
-            is_compared = row["gain_ms"] is not None and row["candidate"] in trial.taking_part
-            levels += [row["level"]] if is_compared else []
-            ms = "?" if row["ms"] is None else f"{row['ms']:.3g} ms"
-            gain = f", gain {_shown_gain(row)}" if is_compared else ""
-            sent = "" if row["sent_bytes"] is None else f", {shown_bytes(row['sent_bytes'])}"
-            nats = "" if row["nats"] is None else f", {row['nats']:+.3f}"
-            shown.append(f"{row['candidate']} {ms}{gain}{sent}{nats}")
-        wait = "an unknown wait" if first["wait_ms"] is None else f"a wait of {first['wait_ms']:.3g} ms"
-        if chosen is first:
-            why = f"no other surely gains more than {trial.tolerance:.0%} of its step, within {wait}"
-        else:
-            why = f"gain {_shown_gain(chosen)} of {wait}"
-        return (
-            f"auto_hook uses {trial.choice} from step {self.iter} on: {why}. Each with its time, its gain "
-            f"over {trial.names[0]} (interval at {min(levels):.1%}) and its bytes per step, and its cost "
-            f"in loss in docs/accuracy.md: {'; '.join(shown)}"
-        )
 
     def _check_speed(self, trial: Trial, group: dist.ProcessGroup) -> None:
         """Begin another trial if steps have become slow. The host waits for nothing but old results."""
@@ -409,6 +385,30 @@ def _ms(seconds: float | None) -> float | None:
 
 def _shown_gain(row: dict[str, Any]) -> str:
     return f"{row['gain_ms']:.3g} ms ({row['gain_low_ms']:.3g} to {row['gain_high_ms']:.3g})"
+
+
+def _decision(trial: Trial, table: list[dict[str, Any]], step: int) -> str:
+    """Say what was chosen before this step, and why, with the table."""
+    shown, levels, first, chosen = [], [1.0], table[0], table[0]
+    for row in table:
+        chosen = row if row["candidate"] == trial.choice else chosen
+        is_compared = row["gain_ms"] is not None and row["candidate"] in trial.taking_part
+        levels += [row["level"]] if is_compared else []
+        ms = "?" if row["ms"] is None else f"{row['ms']:.3g} ms"
+        gain = f", gain {_shown_gain(row)}" if is_compared else ""
+        sent = "" if row["sent_bytes"] is None else f", {shown_bytes(row['sent_bytes'])}"
+        nats = "" if row["nats"] is None else f", {row['nats']:+.3f}"
+        shown.append(f"{row['candidate']} {ms}{gain}{sent}{nats}")
+    wait = "an unknown wait" if first["wait_ms"] is None else f"a wait of {first['wait_ms']:.3g} ms"
+    if chosen is first:
+        why = f"no other surely gains more than {trial.tolerance:.0%} of its step, within {wait}"
+    else:
+        why = f"gain {_shown_gain(chosen)} of {wait}"
+    return (
+        f"auto_hook uses {trial.choice} from step {step} on: {why}. Each with its time, its gain "
+        f"over {trial.names[0]} (interval at {min(levels):.1%}) and its bytes per step, and its cost "
+        f"in loss in docs/accuracy.md: {'; '.join(shown)}"
+    )
 
 
 def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
