@@ -143,16 +143,6 @@ class Trial:
         return self.choice or self.taking_part[max(turn, 0)]
 
     @property
-    def num_counted(self) -> int:
-        """The number of steps of a turn that count."""
-        return self.steps_per_turn - WARM_UP_STEPS
-
-    @property
-    def is_waiting_timed(self) -> bool:
-        """True if this step's wait for averages counts: a step of the first candidate's turn."""
-        return self.choice is None and self.step < self.steps_per_turn and self.step >= WARM_UP_STEPS
-
-    @property
     def is_round_over(self) -> bool:
         return self.choice is None and self.step >= self.steps_per_turn * len(self.taking_part)
 
@@ -165,7 +155,7 @@ class Trial:
         """
         steps = range(self.steps_per_turn * len(self.taking_part))
         counted = [step for step in steps if step % self.steps_per_turn >= WARM_UP_STEPS]
-        first = counted[: self.num_counted]
+        first = [step for step in counted if step < self.steps_per_turn]
         return [seconds.get(i, math.inf) for i in counted], [waits.get(i, math.inf) for i in first]
 
     def end_round(self, seconds: Sequence[float], waits: Sequence[float], next_step: int) -> None:
@@ -174,12 +164,12 @@ class Trial:
         seconds, waits: as from round_of, of the ranks' mean, and of the slowest rank. Equal on all ranks.
         next_step: the number of the step that comes now.
         """
-        num, unknown = self.num_counted, [math.inf] * self.num_counted
+        num = self.steps_per_turn - WARM_UP_STEPS
         turns = [list(seconds[i : i + num]) for i in range(0, len(seconds), num)]
         self.waits += waits
         of_round = dict(zip(self.taking_part, turns, strict=True))
         for name, each in self.seconds.items():
-            each += of_round.get(name, unknown)
+            each += of_round.get(name, [math.inf] * num)
         self.step, self.round = 0, self.round + 1
         known, is_known = self.medians(), not self.unknown
         is_last = self.round >= (self.num_rounds if is_known else 2 * self.num_rounds)

@@ -330,7 +330,8 @@ class AutoState(CompressorState):
     ) -> Future:
         self._clock.begin_bucket(self._device)
         future = super()._average_compressed(hook_name, bucket, group, phase, own)
-        if (trial := self._trial) is not None and trial.is_waiting_timed:
+        trial = self._trial
+        if trial is not None and trial.choice is None and trial.step < trial.steps_per_turn:
             self._clock.add_wait(trial.step, future, self._device)
         return future
 

@@ -245,6 +245,17 @@ def joining(rank):
     return completed(recorder)
 
 
+def skipping(rank):
+    """No rank uses the second layer in even steps, rank 0 alone in odd ones."""
+    state = PowerSGDState(None, 2, 2, min_compression_rate=1)
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    ddp = gradcomp.DistributedDataParallel(Net(), bucket_cap_mb=0.003, **options)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    recorder = Recorder(state)
+    take_steps(ddp, range(6), lambda step: step % 2 and rank == 0)
+    return completed(recorder)
+
+
 def on_fewer_ranks(rank, path):
     """Rank 2 leaves after four steps. Save the rows, and return them."""
     group = torch.distributed.new_group([0, 1])
@@ -272,6 +283,7 @@ def odd_rows(rank, path):
         "owing": owing(rank),
         "discarding": discarding(rank),
         "joining": joining(rank),
+        "skipping": skipping(rank),
         "on fewer ranks": on_fewer_ranks(rank, path),
     }
 
@@ -295,6 +307,8 @@ def test_rows_are_alike_on_ranks_that_differ(run_ranks, tmp_path):
         assert row["step"] not in (4, 5)
         assert row["relative_error"] < 0.5
     assert {row["step"] for row in ranks[0]["joining"]} == set(range(7))
+    skipped = [row["step"] for row in ranks[0]["skipping"]]
+    assert skipped.count(2) == skipped.count(4) < skipped.count(3) == skipped.count(5)
     for row in ranks[0]["on fewer ranks"]:
         is_known = row["step"] >= 4 or not row["compressed"]
         assert (row["relative_error"] is not None) == is_known
