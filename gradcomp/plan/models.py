@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gradcomp.comm.bucket import real_shape
 from gradcomp.command_line import in_words, load_callable
 
 Shape = tuple[int, ...]
@@ -66,28 +67,27 @@ def load_shapes(name: str) -> list[Parameter]:
         made = function()
     module = made[0] if isinstance(made, tuple) and made else made
     if isinstance(module, nn.Module):
-        named = {key: each for key, each in module.named_parameters() if each.requires_grad}
-        if lazy := [repr(key) for key, each in named.items() if is_lazy(each)]:
-            problem = "has no shape yet: call the module with an input before you return it"
-            raise ValueError(f"model {name!r}: the lazy parameter {lazy[0]} {problem}")
-        found = [_in_hooks(each.shape, each.dtype) for each in named.values()]
+        found: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
+        if lazy := [key for key, each in module.named_parameters() if is_lazy(each)]:
+            raise ValueError(
+                f"model {name!r}: the lazy parameter {lazy[0]!r} has no shape: run a forward first"
+            )
     else:
         try:
-            shapes = [torch.empty(torch.Size(shape), device="meta").shape for shape in made]
+            found = [torch.empty(torch.Size(shape), dtype=torch.float32, device="meta") for shape in made]
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"model {name!r} returned {type(made).__name__}; it must return an nn.Module, a tuple that "
                 "begins with one, or a list of shapes"
             ) from error
-        found = [(tuple(shape), torch.float32) for shape in shapes]
     if not found:
         raise ValueError(f"model {name!r} has no parameter with a gradient")
-    return found
+    return list(map(_in_hooks, found))
 
 
-def _in_hooks(shape: Sequence[int], dtype: torch.dtype) -> Parameter:
+def _in_hooks(tensor: torch.Tensor) -> Parameter:
     """Return a gradient's shape and dtype in hooks: a complex one is real, with a last dimension of 2."""
-    return ((*shape, 2), dtype.to_real()) if dtype.is_complex else (tuple(shape), dtype)
+    return real_shape(tensor), tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
 
 
 def shapes_in(path: Path) -> list[Parameter]:
@@ -108,7 +108,7 @@ def shapes_in(path: Path) -> list[Parameter]:
         values = loaded.values() if isinstance(loaded, Mapping) else ()
         tensors = [each for each in values if isinstance(each, torch.Tensor)]
         tensors = [each for each in tensors if each.is_floating_point() or each.is_complex()]
-        found = {(each.data_ptr(), each.shape): _in_hooks(each.shape, each.dtype) for each in tensors}
+        found = {(each.data_ptr(), each.shape): _in_hooks(each) for each in tensors}
     except (OSError, RuntimeError, ValueError, TypeError, LookupError, pickle.UnpicklingError) as error:
         raise ValueError(f"checkpoint {str(path)!r} can't be read: {in_words(error)}") from error
     if not found:
@@ -124,5 +124,6 @@ def _in_safetensors(path: Path) -> list[Parameter]:
     tensors = [header[name] for name in header if name != "__metadata__"]
     tensors.sort(key=lambda each: each["data_offsets"])
     floats = [each for each in tensors if each["dtype"].startswith(("F", "BF", "C"))]
-    names = [NAMES.get(each["dtype"], "float8_e4m3fn") for each in floats]
-    return [_in_hooks(each["shape"], getattr(torch, name)) for each, name in zip(floats, names, strict=True)]
+    dtypes = [getattr(torch, NAMES.get(each["dtype"], "float8_e4m3fn")) for each in floats]
+    given = zip(floats, dtypes, strict=True)
+    return [_in_hooks(torch.empty(each["shape"], dtype=dtype, device="meta")) for each, dtype in given]
