@@ -69,9 +69,7 @@ def load_shapes(name: str) -> list[Parameter]:
     if isinstance(module, nn.Module):
         found: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
         if lazy := [key for key, each in module.named_parameters() if is_lazy(each)]:
-            raise ValueError(
-                f"model {name!r}: the lazy parameter {lazy[0]!r} has no shape: run a forward first"
-            )
+            raise ValueError(f"model {name!r}: lazy parameter {lazy[0]!r} has no shape: run a forward first")
     else:
         try:
             found = [torch.empty(torch.Size(shape), dtype=torch.float32, device="meta") for shape in made]

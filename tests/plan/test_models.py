@@ -120,7 +120,7 @@ def test_every_parameter_has_its_dtype(users_module):
         ("users_plan_model:text", "returned list; it must return an nn.Module"),
         ("users_plan_model:nothing", "has no parameter with a gradient"),
         ("users_plan_model:frozen", "has no parameter with a gradient"),
-        ("users_plan_model:lazy", r"the lazy parameter '1\.weight' has no shape: run a forward first"),
+        ("users_plan_model:lazy", r"lazy parameter '1\.weight' has no shape: run a forward first"),
         ("users_plan_model:negative", "returned list; it must return an nn.Module"),
         ("users_plan_model:too_large", "returned list; it must return an nn.Module"),
     ],

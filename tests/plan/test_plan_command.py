@@ -189,7 +189,7 @@ def test_the_bytes_of_choosing_are_these(capsys):
             ["--model", f"{HERE}:in_8_bits"],
             "is in torch.float8_e4m3fn, in which nothing is averaged: give --dtype",
         ),
-        (["--model", f"{HERE}:lazy"], "the lazy parameter 'weight' has no shape: run a forward first"),
+        (["--model", f"{HERE}:lazy"], "lazy parameter 'weight' has no shape: run a forward first"),
     ],
 )
 def test_what_can_not_be_is_refused(capsys, arguments, message):
