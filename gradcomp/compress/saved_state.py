@@ -20,6 +20,7 @@ class SavedState(ConfiguredState):
     """What every state keeps of parameters, and its checkpoints, pickles and copies."""
 
     keep_undo: bool = False
+    recorder: Any
     total_numel_before_compression: int
     total_numel_after_compression: int
     next_stats_report: int
@@ -117,6 +118,8 @@ class SavedState(ConfiguredState):
             )
         self._states.undo(step)
         self.iter = step
+        if self.recorder is not None:
+            self.recorder.forget_step(step)
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
         """Add a parameter's unused average back to the error.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import gradcomp
 from gradcomp.comm.bucket import GradBucket, ShardBucket
-from gradcomp.compress import Compressor, CompressorState
+from gradcomp.compress import Compressor, CompressorState, Recorder
 from gradcomp.fsdp import compress_reduce_scatter
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.default_hooks import bf16_compress_wrapper
@@ -223,6 +223,25 @@ def test_sums_of_shards(plain_torch):
     for (shards, kept), (expected_shards, expected) in ranks:
         assert all(map(torch.equal, shards, expected_shards))
         assert_same(kept, expected, rtol=0, atol=0)
+
+
+def record(rank, group):
+    """Return the steps of the rows that a recorder has, of four steps of which two were refused once."""
+    state = KINDS["int4"](group)
+    state.keep_undo, recorder = True, Recorder(state)
+    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
+    for step in range(4):
+        for is_refused in (True, False)[step % 2 :]:
+            buffer = given(rank, step, torch.float32)
+            state.average("hook", GradBucket(0, buffer, parameters, True)).wait()
+            if is_refused:
+                state.undo_step()
+    recorder.complete()
+    return [row["step"] for row in recorder.rows()]
+
+
+def test_recorders_forget_refused_steps(plain_torch):
+    assert run_simulated(record, 2) == [[0, 1, 2, 3]] * 2
 
 
 class RefusedError(Exception):
