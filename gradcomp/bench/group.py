@@ -77,7 +77,7 @@ def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.devi
 
     The backend is NCCL if every rank of a machine has a GPU of its own, else gloo. If prepare raises
     ValueError on any rank, every rank raises ValueError, with the message of the first of these ranks. Every
-    rank raises ValueError, too, for nodes with different numbers of ranks.
+    rank raises ValueError, too, if the ranks don't fill the last node.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .process_group import WAITING, ExplainedError, Explaining, device_for
+from .process_group import WAITING, ExplainedError, Explaining, timeout_of
 
 # The number of meetings of a group's ranks, by the meeting's name.
 _num_meetings: MutableMapping[dist.ProcessGroup, Counter[str]] = WeakIdKeyDictionary()
@@ -62,6 +62,8 @@ def missing_ranks(
 ) -> list[int]:
     """Wait for all ranks of a group. Return the global ranks that have not come within its time-out.
 
+    If the store's time-out is shorter, that counts.
+
     name: the meeting's name, the same on all ranks.
     waits_for: the note for ranks that fail elsewhere meanwhile.
     """
@@ -77,8 +79,9 @@ def missing_ranks(
     if store.add(key, 1) == len(ranks):
         store.set(WAITING, json.dumps({**note, "ranks": []}))
         store.set(f"{key}/all", "")
+    limit: timedelta = store.timeout  # type: ignore[attr-defined]  # the stubs lack it
     try:
-        store.wait([f"{key}/all"], _timeout(store, group))
+        store.wait([f"{key}/all"], min(timeout_of(group) or limit, limit))
     except RuntimeError:
         missing = [each for each in ranks if not store.check([f"{key}/{each}"])]
         if not missing:
@@ -89,17 +92,6 @@ def missing_ranks(
         store.delete_key(f"{key}/{rank}")
         return missing
     return []
-
-
-def _timeout(store: dist.Store, group: dist.ProcessGroup) -> timedelta:
-    """Return the time-out of the group's collectives, or the store's if that is shorter."""
-    limit: timedelta = store.timeout  # type: ignore[attr-defined]  # the stubs lack it
-    try:
-        options = group._get_backend(device_for(group, ())).options
-    except (AttributeError, RuntimeError):  # a backend that has no options
-        return limit
-    timeout = getattr(options, "_timeout", None)
-    return min(timeout, limit) if isinstance(timeout, timedelta) else limit
 
 
 MESSAGE_BYTES = 1024

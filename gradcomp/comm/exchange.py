@@ -29,7 +29,6 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ import torch.distributed as dist
 from gradcomp import ops
 
 from ..rules import described
-from .process_group import Explaining
+from .process_group import Explaining, kept_of
 from .reduced_values import ReducedValues
 
 if TYPE_CHECKING:
@@ -61,8 +60,7 @@ MIN_DELAY_S = 0.005
 # The round trip in milliseconds, in place of measuring it. Ranks that are given unlike ones use the largest.
 GIVEN = "GRADCOMP_ROUND_TRIP_MS"
 _SAMPLES, _MAX_ROUNDS = 5, 3
-
-_round_trips: WeakKeyDictionary[dist.ProcessGroup, float] = WeakKeyDictionary()
+_ROUND_TRIP = "round_trip_s"
 
 
 def takes_one_exchange(num_bytes: int, world_size: int, *, has_delay: bool) -> bool:
@@ -230,7 +228,8 @@ class _Messages(dist.Work):
         self, received: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup, *, kind: int
     ):
         super().__init__()
-        self._group, self._of_group = group, _of_groups.setdefault(group, _GroupExchanges())
+        self._group = group
+        self._of_group: _GroupExchanges = kept_of(group).setdefault("exchanges", _GroupExchanges())
         self._of_group.num_exchanges += 1
         self._name = f"{self._of_group.num_exchanges} {kind}"
         rank, size = group.rank(), group.size()
@@ -303,9 +302,6 @@ class _GroupExchanges:
     under_way: set[_Messages] = field(default_factory=set)
 
 
-_of_groups: WeakKeyDictionary[dist.ProcessGroup, _GroupExchanges] = WeakKeyDictionary()
-
-
 # --- delay ---
 
 
@@ -325,9 +321,11 @@ def round_trip_s(
     """
     if group.size() == 1 or not takes_messages(tensor, group):
         return 0.0
-    if group not in _round_trips:
-        _round_trips[group] = _agreed_s(group, between or group)
-    return _round_trips[group]
+    kept = kept_of(group)
+    if _ROUND_TRIP not in kept:
+        kept[_ROUND_TRIP] = _agreed_s(group, between or group)
+    found: float = kept[_ROUND_TRIP]
+    return found
 
 
 def has_delay(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..rules import described
+from .announcement import say
 from .consistency import require_same_on_all_ranks
-from .process_group import joined_group
+from .process_group import joined_group, kept_of, timeout_of
 
 AUTO = "auto"
+_SIZE = "LOCAL_WORLD_SIZE"
+_IN_ORDER = "whether the ranks of a node follow one another"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +50,6 @@ class Nodes:
         return f"{self.num_nodes} nodes of {self.ranks_per_node} ranks"
 
 
-# Each group's nodes, by the number of ranks per node.
-_of_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, Nodes]] = WeakKeyDictionary()
-
-
 def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
     """Return this rank's nodes in a group whose nodes are runs of ranks_per_node ranks.
 
@@ -60,7 +58,7 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
 
     Raises ValueError if the ranks don't fill the last node.
     """
-    made = _of_groups.setdefault(group, {})
+    made: dict[int, Nodes] = kept_of(group).setdefault("nodes", {})
     if ranks_per_node not in made:
         require_full_nodes(ranks_per_node, group.size())
         made[ranks_per_node] = _make_nodes(group, ranks_per_node)
@@ -91,9 +89,9 @@ def _own_group(group: dist.ProcessGroup, lists: list[list[int]]) -> dist.Process
     for ranks in lists:
         is_own = dist.get_rank() in ranks
         if group is dist.group.WORLD:
-            made = dist.new_group(ranks)
+            made = dist.new_group(ranks, timeout_of(group))
         elif is_own:  # the ranks outside the group don't come here
-            made = dist.new_group(ranks, use_local_synchronization=True)
+            made = dist.new_group(ranks, timeout_of(group), use_local_synchronization=True)
         if is_own:
             own = made
     assert own is not None
@@ -115,7 +113,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
     if mesh.size() != dist.get_world_size():
         group = dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
     assert group is not None
-    _of_groups.setdefault(group, {})[nodes.ranks_per_node] = nodes
+    kept_of(group).setdefault("nodes", {})[nodes.ranks_per_node] = nodes
     return group, nodes.ranks_per_node
 
 
@@ -140,29 +138,32 @@ def nodes_in(
     device: a device whose tensors the group's backend takes.
 
     Every rank of the group must call this in the same place among its collectives. Raises RuntimeError on
-    every rank if nodes have different numbers of ranks, ValueError if the ranks don't fill the last node.
+    every rank if ranks_per_node differs, ValueError if that many ranks don't fill the last node. Under
+    "auto", nodes with different numbers of ranks count as none, and a line says so, once per group.
     """
-    number, is_consecutive = _launched(ranks_per_node, group)
-    values = {"ranks per node (ranks_per_node=1 averages without nodes)": number}
-    notes = {"whether the ranks of a node follow one another": is_consecutive}
+    values = {"ranks per node (ranks_per_node=1 averages without nodes)": ranks_per_node}
+    notes = _launched(group) if ranks_per_node == AUTO else {}
     advice = "Give every rank the same ranks_per_node"
     unlike = require_same_on_all_ranks(whose, values, group, device, advice, notes)
-    if number == 1 or not is_consecutive or unlike:
-        return None
-    return nodes_of(group, number)
-
-
-def _launched(ranks_per_node: int | str, group: dist.ProcessGroup) -> tuple[int, bool]:
-    """Return what this rank knows of a group's nodes, before the ranks have compared.
-
-    Returns (the given number, for "auto" torchrun's LOCAL_WORLD_SIZE if the group is the default one and has
-    several nodes, else 1; whether this rank has the place in its node that it would have if the ranks of a
-    node followed one another).
-    """
     if isinstance(ranks_per_node, int):
-        return ranks_per_node, True
-    size, place = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
-    is_known = group is dist.group.WORLD and size.isdigit() and place.isdigit()
-    if not is_known or not 1 < int(size) < group.size():
-        return 1, True
-    return int(size), group.rank() % int(size) == int(place)
+        return None if ranks_per_node == 1 else nodes_of(group, ranks_per_node)
+    size, why = notes[_SIZE] or 1, next(iter(unlike.values()), "")
+    has_nodes = 1 < size < group.size() and notes[_IN_ORDER]
+    if has_nodes and not why and group.size() % size:
+        why = f"{_SIZE} is {size}, which does not divide {group.size()} ranks"
+    if why and _SIZE not in kept_of(group):
+        kept_of(group)[_SIZE] = why
+        say(f"{whose} averages without nodes: {why}", group)
+    return nodes_of(group, size) if has_nodes and not why else None
+
+
+def _launched(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return what "auto" takes from torchrun on this rank, by name: nothing in a group but the default one.
+
+    There are nodes only if all ranks have the same values.
+    """
+    size, place = (os.environ.get(name, "") for name in (_SIZE, "LOCAL_RANK"))
+    if group is not dist.group.WORLD or not (size.isdigit() and place.isdigit()):
+        return {_SIZE: None}
+    is_in_order = not 1 < int(size) < group.size() or group.rank() % int(size) == int(place)
+    return {_SIZE: int(size), _IN_ORDER: is_in_order}

@@ -9,8 +9,10 @@ import re
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,12 +27,28 @@ WAITING = "gradcomp/waiting"
 # A store whose machine is gone may never answer.
 _READ_TIMEOUT_S = 5.0
 # torch's text around an error in a future's callback; nested where a callback waits for another future.
+_known: WeakSet[dist.ProcessGroup] = WeakSet()
+_kept: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int, dict[Any, Any]]] = WeakKeyDictionary()
 _IN_CALLBACK = re.compile(r".*when running the callback: (\w+): (.*?)\n+At:\n.*", re.DOTALL)
 
 
 def require_group(whose: str, process_group: Any, argument: str = "process_group") -> None:
-    """Raise TypeError for anything but a process group and None, which means the default one."""
-    if process_group is None or isinstance(process_group, dist.ProcessGroup):
+    """Raise TypeError for anything but a process group and None, which means the default one.
+
+    Raises ValueError for a group that torch.distributed doesn't know, such as torchft's.
+    """
+    if process_group is None:
+        return
+    if isinstance(process_group, dist.ProcessGroup):
+        try:
+            dist.get_backend(process_group)
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"torch.distributed doesn't know the {type(process_group).__name__} that {whose} got as its "
+                f"{argument}: pass a group that init_process_group, new_group or init_device_mesh has made. "
+                "Likely cause: the group is torchft's, or destroy_process_group has ended it"
+            ) from error
+        _known.add(process_group)
         return
     if type(process_group) is int and process_group == dist.GroupMember.NON_GROUP_MEMBER:
         cause = "this rank is not in the group that new_group made; only the group's ranks may use it"
@@ -45,13 +63,11 @@ def require_group(whose: str, process_group: Any, argument: str = "process_group
 def resolve_group(whose: str, process_group: Any, argument: str = "process_group") -> dist.ProcessGroup:
     """Return the process group given to `whose` as this argument, or the default group for None.
 
-    Raises RuntimeError if there is no default group, TypeError for anything that isn't a process group.
+    Raises RuntimeError if there is no default group, and the errors of require_group.
     """
-    if isinstance(process_group, dist.ProcessGroup):
-        return process_group
-    if process_group is not None:
+    if process_group is not None and process_group not in _known:
         require_group(whose, process_group, argument)
-    group = dist.group.WORLD
+    group = dist.group.WORLD if process_group is None else process_group
     if group is None:
         raise RuntimeError(
             f"{whose} has None as its {argument}, which means the default process group, but there is none: "
@@ -63,6 +79,25 @@ def resolve_group(whose: str, process_group: Any, argument: str = "process_group
 def joined_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the process group, or for None the default group if there is one."""
     return dist.group.WORLD if process_group is None else process_group
+
+
+def kept_of(group: dist.ProcessGroup) -> dict[Any, Any]:
+    """Return what is remembered of a group, until it ends or its size or this rank's number in it changes."""
+    size, rank = group.size(), group.rank()
+    found = _kept.get(group)
+    if found is None or found[:2] != (size, rank):
+        found = _kept[group] = size, rank, {}
+    return found[2]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return the time-out of a group's collectives; None if its backend doesn't tell."""
+    try:
+        options = group._get_backend(device_for(group, ())).options
+    except (AttributeError, RuntimeError):  # a backend that has no options
+        return None
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def device_for(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor]) -> torch.device:

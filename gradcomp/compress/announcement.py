@@ -1,29 +1,8 @@
-"""Lines that a state announces, such as that it has begun to compress, and how many bytes that saves."""
+"""What a state says of bytes, and of a checkpoint's entries."""
 
-import logging
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
-import torch.distributed as dist
 
 from .parameter_keys import is_name
-
-LOGGER = "gradcomp"
-QUIET = "GRADCOMP_QUIET"
-_num_silencers = 0
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Announce nothing in this process, for programs that run hundreds of states."""
-    global _num_silencers
-    _num_silencers += 1
-    try:
-        yield
-    finally:
-        _num_silencers -= 1
 
 
 def saved_bytes(gradient_bytes: int, sent_bytes: int) -> str:
@@ -41,24 +20,6 @@ def shown_bytes(num_bytes: float) -> str:
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} B"
-
-
-def say(text: str, group: dist.ProcessGroup | None) -> None:
-    """Log the text on the group's rank 0, at level INFO.
-
-    If the program has not configured logging, the text goes to standard error.
-    """
-    if group is not None and group.rank() != 0:
-        return
-    if _num_silencers or os.environ.get(QUIET, "0") not in ("", "0"):
-        return
-    logger = logging.getLogger(LOGGER)
-    is_configured = logger.hasHandlers() or logger.level != logging.NOTSET
-    if is_configured or logging.root.level != logging.WARNING or logging.root.manager.disable:
-        logger.info("%s", text)
-    elif not dist.is_initialized() or dist.get_rank() == 0:
-        # Each group of some of the ranks, such as FSDP2's replicas, has its own rank 0: only one may print.
-        print(f"{LOGGER}: {text}", file=sys.stderr, flush=True)
 
 
 def unclaimed_entries(keys: Sequence[str]) -> Iterator[str]:

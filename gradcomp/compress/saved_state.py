@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.nodes import require_ranks_per_node
 from ..comm.process_group import joined_group
 from . import checkpoint
 from .checkpoint import PROGRESS, owner_of
 from .parameter_states import Entries, ParameterStates
-from .settings import ConfiguredState, Settings, as_dict, logger_of
+from .settings import ConfiguredState, Place, Settings, as_dict, logger_of
 
 
 class SavedState(ConfiguredState):
@@ -27,12 +26,12 @@ class SavedState(ConfiguredState):
 
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
-        self._process_group, self._ranks_per_node = process_group, self._default_ranks_per_node
+        self._place = Place(process_group, self._default_ranks_per_node)
         self._settings = settings
         self._states = ParameterStates()
         self.next_stats_report = 0
         self.total_numel_before_compression = self.total_numel_after_compression = 0
-        self._is_compared = self._was_loaded = self._is_resumed = self._discards_step = False
+        self._was_loaded = self._is_resumed = self._discards_step = False
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
         self._undoable: int | None = None  # the last step's number, if it can be taken back
@@ -257,13 +256,12 @@ class SavedState(ConfiguredState):
         self._states.load(checked["parameters"])
         for name in PROGRESS:
             setattr(self, name, checked[name])
-        self._is_compared, self._was_loaded, self._is_resumed = False, True, True
-        self._undoable = None
+        self._was_loaded, self._is_resumed, self._undoable = True, True, None
         self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
 
     def _contents(self) -> Any:
         """Return the contents of a pickle or a copy: everything except the process group."""
-        nodes = {"ranks_per_node": self._ranks_per_node}
+        nodes = {"ranks_per_node": self.ranks_per_node}
         if _has_one_compressor(type(self)):
             return {**self.state_dict(), **nodes}
         classes = {"compressor": self._compressor, "options_class": self._options_class}
@@ -281,7 +279,7 @@ class SavedState(ConfiguredState):
         checked = self.checked(contents)
         self._reset(process_group, checkpoint.settings_of(checked, self._options_class))
         self._load_checked(checked)
-        self._ranks_per_node = require_ranks_per_node(ranks_per_node)
+        self.ranks_per_node = ranks_per_node
 
     def __getstate__(self) -> Any:
         return self._contents()

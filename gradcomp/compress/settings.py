@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,6 +35,13 @@ class Settings:
     def by_name(self) -> dict[str, Any]:
         """Return the options and settings by name."""
         return {**as_dict(self.options), **self.common()}
+
+
+class Place(NamedTuple):
+    """The process group and the ranks per node that a state was given. Every assignment makes another."""
+
+    process_group: Any
+    ranks_per_node: int | str
 
 
 SETTINGS = [each.name for each in fields(Settings) if each.name != "options"]
@@ -109,9 +116,7 @@ class ConfiguredState:
 
     iter: int
     _settings: Settings
-    _process_group: Any
-    _ranks_per_node: int | str
-    _is_compared: bool
+    _place: Place
 
     @property
     def algorithm(self) -> str:
@@ -137,37 +142,33 @@ class ConfiguredState:
         if self.iter and (texts := changes(self._settings.by_name(), settings.by_name())):
             shown = ", ".join(texts)
             logger_of(self).info("%s: changed at step %s: %s.", self.algorithm, self.iter, shown)
-        self._settings, self._is_compared = settings, False
+        self._settings = settings
 
     @property
     def process_group(self) -> Any:
         """The process group that averages; None for the default one. Assign to change it."""
-        return self._process_group
+        return self._place.process_group
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
+        ranks_per_node = self.ranks_per_node
         if isinstance(group, DeviceMesh):
-            group, self._ranks_per_node = groups_of_mesh(group)
+            group, ranks_per_node = groups_of_mesh(group)
         require_group(type(self).__name__, group)
-        self._process_group, self._is_compared = group, False
+        self._place = Place(group, ranks_per_node)
 
     @property
     def ranks_per_node(self) -> int | str:
         """The number of ranks that share a network card, or "auto". Assign to change it."""
-        return self._ranks_per_node
+        return self._place.ranks_per_node
 
     @ranks_per_node.setter
     def ranks_per_node(self, value: int | str) -> None:
-        self._ranks_per_node, self._is_compared = require_ranks_per_node(value), False
+        self._place = Place(self.process_group, require_ranks_per_node(value))
 
     def claims(self, options: Any) -> dict[str, Any]:
         """Return what averages with these options promise; see Compressor.claims."""
         return self._compressor.claims(options)
-
-    @property
-    def is_compared(self) -> bool:
-        """True if a step has compared the ranks since options or group changed or a checkpoint was loaded."""
-        return self._is_compared
 
     @property
     def can_reduce_scatter(self) -> bool:

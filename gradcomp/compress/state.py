@@ -17,12 +17,14 @@ So a step ends in one of three ways:
 
 import weakref
 from collections.abc import Iterable
+from operator import is_, is_not
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ..comm.all_reduce import average_in_place
+from ..comm.announcement import say
 from ..comm.bucket import ShardBucket, checked_bucket
 from ..comm.exchange import MIN_DELAY_S, reduce_scatter
 from ..comm.pipeline import Pipeline, Stages, average_in_stages
@@ -30,7 +32,7 @@ from ..comm.process_group import Explaining, joined_group
 from ..comm.streams import Future
 from ..rules import described
 from .agreement import agree
-from .announcement import saved_bytes, say, unclaimed_entries, with_keys
+from .announcement import saved_bytes, unclaimed_entries, with_keys
 from .compressor import BucketSpec, Compressor
 from .parameter_states import Bucket
 from .saved_state import SavedState
@@ -72,8 +74,8 @@ class CompressorState(SavedState):
     random_seed: the seed for a compressor's random choices; the same on all ranks.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
     ranks_per_node: the number of ranks that share a network card, for hierarchical compressors; 1 to
-        average without nodes. "auto": torchrun's LOCAL_WORLD_SIZE if the group is the default one, there are
-        several nodes, and a node's ranks follow one another; otherwise 1.
+        average without nodes. "auto": torchrun's LOCAL_WORLD_SIZE if the group is the default one, and there
+        are several nodes of equally many ranks that follow one another; otherwise 1.
 
     keep_undo: assign True, and undo_step can take back the last step. That needs one more copy of the errors
         (with PowerSGD of P and Q, too), which each step writes.
@@ -127,8 +129,12 @@ class CompressorState(SavedState):
         self._nodes: tuple[int, str] | None = None
         self._round_trip_s = 0.0  # between ranks, or nodes
         self._ranks: dict[str, Any] = {}  # what a BucketSpec says of the ranks
-        # The group of the last step's collectives; None before the first step.
-        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        # The group of the last step's collectives, its size, and this rank's number in it.
+        self._seat: tuple[weakref.ref[dist.ProcessGroup], int, int] | None = None
+        # The settings, place and seat that the ranks have compared in a whole step, and in the present step.
+        # Every change makes other objects.
+        self._compared: tuple[Any, ...] = (None, None, None)
+        self._comparing = self._compared
         self._steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
         self._phase_options: Any = None  # the options that it was asked for
@@ -151,8 +157,18 @@ class CompressorState(SavedState):
         self._steps.end()
         self._steps.num = value
 
-    def phase(self, options: Any) -> Phase:
-        """Return how the current step averages buckets with these options."""
+    @property
+    def is_compared(self) -> bool:
+        """True if a step has compared the ranks since options or group changed or a checkpoint was loaded."""
+        return all(map(is_, (self._settings, self._place, self._seat), self._compared))
+
+    def phase(self, options: Any, group: dist.ProcessGroup, device: torch.device) -> Phase:
+        """Return how the current step averages buckets with these options.
+
+        Called before the step's first bucket, in the same place on all ranks, and when options change.
+
+        group, device: the bucket's.
+        """
         compressing = Phase(self.algorithm, self._compressor, options)
         if self._steps.num < self._settings.start_iter:
             return Phase(self.algorithm, None, options, warms_up=(compressing,))
@@ -182,7 +198,7 @@ class CompressorState(SavedState):
             self._announced.add("")
             group = joined_group(self.process_group)
             say(f"{self.algorithm}: exact averages until step {self.start_iter}", group)
-        self._is_compared = True
+        self._compared = self._comparing
         self._steps.num += 1
 
     def _announce(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
@@ -207,12 +223,6 @@ class CompressorState(SavedState):
         """Return words that go on after "saves no bytes", with the likely cause."""
         return ""
 
-    def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Prepare a step, before the first of its buckets is averaged. All ranks come here at the same step.
-
-        device: the bucket's.
-        """
-
     # --- averages ---
 
     def average(self, hook_name: str, bucket: dist.GradBucket, options: Any = None) -> Future:
@@ -227,25 +237,26 @@ class CompressorState(SavedState):
         Raises TypeError if the bucket is not a dense floating-point bucket. In the state's first step, raises
         RuntimeError on every rank if the ranks differ.
         """
-        buffer, group = checked_bucket(hook_name, bucket, self._process_group, "state.process_group")
+        buffer, group = checked_bucket(hook_name, bucket, self._place.process_group, "state.process_group")
         parameters = bucket.parameters()  # torch makes a list of them in every call
         if not self._steps.take(parameters):
             self.end_step()
             self._steps.take(parameters)
         is_first = self._steps.num_buckets == 1
-        if self._group is None or self._group() is not group:
+        seat = weakref.ref(group), group.size(), group.rank()
+        if seat != self._seat:
             # Compressors depend on the number of ranks, and on this rank's number.
             self._states.give_all_back()
-            self._is_compared = self._is_compared and self._group is None
-            self._group, self._ranks = weakref.ref(group), {"world_size": group.size()}
-        if not self._is_compared:
+            self._seat, self._ranks = seat, {"world_size": group.size()}
+        subject = self._settings, self._place, self._seat
+        if any(map(is_not, subject, self._compared)):
+            self._comparing = subject
             self._compare(hook_name, bucket, group, is_first=is_first)
         options = self._settings.options if options is None else options
         if is_first:
             self._undoable = self._steps.num if self.keep_undo else None
-            self._begin_step(group, buffer.device)
         if is_first or self._phase is None or self._phase_options is not options:
-            self._phase, self._phase_options = self.phase(options), options
+            self._phase, self._phase_options = self.phase(options, group, buffer.device), options
         phase = self._phase
         own = self._states.bucket_of(bucket, phase.options)
         if phase.compressor is None:
@@ -337,7 +348,7 @@ class CompressorState(SavedState):
             bucket,
             group,
             values,
-            self._ranks_per_node,
+            self.ranks_per_node,
             is_first=is_first,
             compares_processors=not self._compressor.is_same_on_all_processors,
         )

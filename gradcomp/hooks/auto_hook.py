@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp.comm.announcement import say
 from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.reduced_values import ReducedValues
 from gradcomp.comm.streams import Future
 from gradcomp.compress import checkpoint
-from gradcomp.compress.announcement import say, shown_bytes
+from gradcomp.compress.announcement import shown_bytes
 from gradcomp.compress.parameter_states import Bucket
 from gradcomp.compress.powersgd import PowerSGDCompressor
 from gradcomp.compress.settings import Settings, logger_of
@@ -227,7 +228,9 @@ class AutoState(CompressorState):
 
     # --- steps ---
 
-    def phase(self, options: AutoOptions) -> Phase:
+    def phase(self, options: AutoOptions, group: dist.ProcessGroup, device: torch.device) -> Phase:
+        if self._steps.num_buckets == 1:
+            self._begin_step(group, device)
         if self._trial is not None:
             return _phase_of(self._trial.current)
         return Phase(self.algorithm, None, options, warms_up=tuple(map(_phase_of, self._names())))

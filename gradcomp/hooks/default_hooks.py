@@ -11,7 +11,6 @@ Inductor combines the collectives of several gradients.
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from gradcomp.comm.bucket import (
 from gradcomp.comm.exchange import reduce_hierarchically
 from gradcomp.comm.nodes import AUTO, Nodes, nodes_in, require_ranks_per_node
 from gradcomp.comm.pipeline import Pipeline, Stages, average_in_stages
-from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
+from gradcomp.comm.process_group import Explaining, joined_group, kept_of, resolve_group
 
 __all__ = [
     "allreduce_hook",
@@ -216,7 +215,7 @@ def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
     ranks_per_node: see QuantizationState. Without nodes, the given hook averages the bucket.
 
     Raises TypeError if the given hook is not callable, ValueError for another ranks_per_node. In the first
-    step, the returned hook raises RuntimeError on every rank if nodes have different numbers of ranks.
+    step, the returned hook raises RuntimeError on every rank if the ranks have different ones.
 
     Example::
 
@@ -225,16 +224,16 @@ def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
     if not callable(hook):
         raise TypeError(f"node_wrapper wraps a communication hook, got {hook!r}")
     ranks_per_node = require_ranks_per_node(ranks_per_node)
-    nodes_of_groups: WeakKeyDictionary[dist.ProcessGroup, Nodes | None] = WeakKeyDictionary()
-    pipeline = Pipeline()
+    key, pipeline = object(), Pipeline()
 
     def node_wrapper_hook(
         process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
         buffer, group = checked_bucket("node_wrapper", bucket, process_group)
-        if group not in nodes_of_groups:
-            nodes_of_groups[group] = nodes_in("node_wrapper", ranks_per_node, group, buffer.device)
-        nodes = nodes_of_groups[group]
+        kept: dict[object, Nodes | None] = kept_of(group)
+        if key not in kept:
+            kept[key] = nodes_in("node_wrapper", ranks_per_node, group, buffer.device)
+        nodes = kept[key]
         if nodes is None:
             return hook(process_group, bucket)
         index, is_last, parameters = bucket.index(), bucket.is_last(), bucket.parameters()

@@ -152,7 +152,7 @@ class PowerSGDState(CompressorState):
         compared = super().compared_options()
         return {"start_powerSGD_iter": compared.pop("start_iter"), **compared}
 
-    def phase(self, options: PowerSGDOptions) -> Phase:
+    def phase(self, options: PowerSGDOptions, group: dist.ProcessGroup, device: torch.device) -> Phase:
         compressing = Phase(self.algorithm, PowerSGDCompressor, options)
         if self._steps.num >= self._settings.start_iter:
             return compressing

@@ -51,8 +51,8 @@ class QuantizationState(CompressorState):
     compression_stats_logging_frequency: steps between log lines with compression_stats().
     ranks_per_node: the number of ranks that share a network card. Averages are then hierarchical: exactly
         within a node, in codes between nodes. "auto": torchrun's LOCAL_WORLD_SIZE if process_group is the
-        default one, there are several nodes, and a node's ranks follow one another; otherwise 1. 1: without
-        nodes.
+        default one, and there are several nodes of equally many ranks that follow one another; otherwise 1.
+        1: without nodes.
     within_dtype: with nodes, the dtype in which the ranks of a node exchange gradients to sum them:
         torch.bfloat16 or torch.float16, half of fp32's bytes. Error feedback doesn't include that rounding.
         In float16, gradients must fit ±65504 times ranks_per_node. None: exactly. No effect without nodes.

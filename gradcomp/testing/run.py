@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradcomp.comm.announcement import silenced
 from gradcomp.comm.bucket import GradBucket, Hook, result_of
-from gradcomp.compress.announcement import silenced
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.workload import Workload
 

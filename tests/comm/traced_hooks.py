@@ -23,7 +23,7 @@ import torch.distributed as dist
 import gradcomp
 from gradcomp.comm import nodes, pipeline
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.comm.process_group import Explaining
+from gradcomp.comm.process_group import Explaining, kept_of
 from gradcomp.compress.compressor import BucketSpec
 from gradcomp.compress.quantized_all_reduce import FlatAllReduce, HierarchicalAllReduce
 from gradcomp.fsdp.checks import Averager
@@ -182,7 +182,7 @@ class HookOfCodes:
         self._kind, self._is_one_exchange = kind, is_one_exchange
         self._of_buckets: dict[int, Any] = {}
         world = dist.group.WORLD
-        nodes._of_groups.setdefault(world, {})[1] = nodes.Nodes(world, world)
+        kept_of(world)["nodes"] = {1: nodes.Nodes(world, world)}
 
     def __call__(self, _: object, bucket: GradBucket) -> Any:
         buffer, index = bucket.buffer(), bucket.index()

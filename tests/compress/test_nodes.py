@@ -6,6 +6,7 @@ from contextlib import nullcontext, redirect_stderr
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -13,10 +14,13 @@ import gradcomp
 from gradcomp import testing
 from gradcomp.comm.nodes import nodes_of
 from gradcomp.comm.pipeline import run_through
+from gradcomp.comm.process_group import kept_of
 from gradcomp.compress import BucketSpec, powersgd
 from gradcomp.compress.consolidation import average_errors
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
+from gradcomp.hooks.auto_hook import AutoState, auto_hook
+from gradcomp.hooks.default_hooks import allreduce_hook, node_wrapper
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import RankError, check_hook, claims_of
@@ -412,16 +416,63 @@ def test_auto_takes_torchruns_nodes(run_ranks, local_world_size, place, expected
     assert all(torch.equal(output, results[0][0]) for output, _ in results)
 
 
+UNEVEN = {
+    ("2", "2", "1"): "2 on ranks 0, 1 and 1 on rank 2",
+    ("1", "2", "2"): "1 on rank 0 and 2 on ranks 1, 2",
+    ("2", "2", ""): "2 on ranks 0, 1 and null on rank 2",
+    ("2", "2", "2"): "2, which does not divide 3 ranks",  # a rank of torchrun's has not joined the group
+}
+
+
 def uneven(rank):
-    os.environ |= {"LOCAL_WORLD_SIZE": "2" if rank < 2 else "1", "LOCAL_RANK": str(rank % 2)}
-    take_step(QuantizationState(bits=4), rank, 0)
+    """Average on uneven nodes with several hooks, twice; return the averages, and what the rank says."""
+    found = []
+    for sizes in UNEVEN:
+        os.environ |= {"LOCAL_WORLD_SIZE": sizes[rank], "LOCAL_RANK": str(rank % 2)}
+        kept_of(dist.group.WORLD).clear()
+        states = [QuantizationState(bits=8), PowerSGDState(None, start_powerSGD_iter=2), AutoState(), None]
+        hooks = [quantization_hook, powerSGD_hook, auto_hook, node_wrapper(allreduce_hook)]
+        with redirect_stderr(io.StringIO()) as text:
+            pairs = list(zip(states, hooks, strict=True))
+            outputs = [take_step(state, rank, 0, hook=hook)[1] for state, hook in pairs * 2]
+        lines = [line for line in text.getvalue().splitlines() if "without nodes" in line]
+        found.append((torch.stack(outputs), lines))
+    return found
 
 
-def test_uneven_nodes_are_named(run_ranks):
-    with pytest.raises(
-        RankError, match=r"ranks per node \(ranks_per_node=1 .*\) is 2 on ranks 0, 1 and 1 on rank 2"
-    ):
-        run_ranks(uneven, 3)
+def test_uneven_nodes_are_averaged_flat(run_ranks):
+    on_ranks = run_ranks(uneven, 3)
+    mean = sum(random_gradient(SHAPES, rank, 0, torch.float32) for rank in range(3)) / 3
+    for text, *cases in zip(UNEVEN.values(), *on_ranks, strict=True):
+        (_, lines), *others = cases
+        assert lines == [
+            f"gradcomp: quantization_hook's state averages without nodes: LOCAL_WORLD_SIZE is {text}"
+        ]
+        for outputs, _ in cases:
+            assert torch.equal(outputs, cases[0][0])
+            assert max(relative(each, mean.double()) for each in outputs) < LOSS[8]
+        assert [said for _, said in others] == [[], []]
+
+
+def unlike_numbers(rank):
+    """Give ranks unlike ranks_per_node; return the messages."""
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+    messages = []
+    for numbers in (("auto", 2), (2, 1), (1, "auto")):
+        for state, hook in ((state_of(8, numbers[rank]), quantization_hook), (None, None)):
+            hook = hook or node_wrapper(allreduce_hook, numbers[rank])
+            with pytest.raises(RuntimeError) as raised:
+                take_step(state, rank, 0, hook=hook)
+            messages.append(str(raised.value))
+    return messages
+
+
+def test_unlike_numbers_are_named_on_every_rank(run_ranks):
+    on_ranks = run_ranks(unlike_numbers, 2)
+    pairs = ['"auto" on rank 0 and 2', "2 on rank 0 and 1", '1 on rank 0 and "auto"']
+    for message, other, pair in zip(*on_ranks, [each for each in pairs for _ in range(2)], strict=True):
+        assert message == other
+        assert f"ranks per node (ranks_per_node=1 averages without nodes) is {pair} on rank 1." in message
 
 
 def test_ranks_that_do_not_fill_the_last_node():

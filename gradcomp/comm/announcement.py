@@ -1,0 +1,42 @@
+"""Lines that gradcomp announces, such as that compression has begun, and how many bytes it saves."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+LOGGER = "gradcomp"
+QUIET = "GRADCOMP_QUIET"
+_num_silencers = 0
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Announce nothing in this process, for programs that run hundreds of states."""
+    global _num_silencers
+    _num_silencers += 1
+    try:
+        yield
+    finally:
+        _num_silencers -= 1
+
+
+def say(text: str, group: dist.ProcessGroup | None) -> None:
+    """Log the text on the group's rank 0, at level INFO.
+
+    If the program has not configured logging, the text goes to standard error.
+    """
+    if group is not None and group.rank() != 0:
+        return
+    if _num_silencers or os.environ.get(QUIET, "0") not in ("", "0"):
+        return
+    logger = logging.getLogger(LOGGER)
+    is_configured = logger.hasHandlers() or logger.level != logging.NOTSET
+    if is_configured or logging.root.level != logging.WARNING or logging.root.manager.disable:
+        logger.info("%s", text)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        # Each group of some of the ranks, such as FSDP2's replicas, has its own rank 0: only one may print.
+        print(f"{LOGGER}: {text}", file=sys.stderr, flush=True)
