@@ -11,19 +11,15 @@ Values too long for that are exchanged in a second one, and only where the diges
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils.weak import WeakIdKeyDictionary
 
-from .process_group import WAITING, ExplainedError, Explaining, timeout_of
-
-# The number of meetings of a group's ranks, by the meeting's name.
-_num_meetings: MutableMapping[dist.ProcessGroup, Counter[str]] = WeakIdKeyDictionary()
+from .process_group import WAITING, ExplainedError, Explaining, kept_of, timeout_of
 
 
 def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: str) -> None:
@@ -69,7 +65,8 @@ def missing_ranks(
     """
     if len(ranks) == 1:
         return []
-    rank, counts = dist.get_rank(), _num_meetings.setdefault(group, Counter())
+    # The number of meetings of the group's ranks, by the meeting's name.
+    rank, counts = dist.get_rank(), kept_of(group).setdefault("num_meetings", Counter[str]())
     counts[name] += 1
     digest = hashlib.sha256(json.dumps([name, *ranks]).encode()).hexdigest()
     key = f"gradcomp/{digest}/{counts[name]}"

@@ -285,8 +285,8 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
             return buffer
 
         is_group = isinstance(hook_state, dist.ProcessGroup)
-        group = joined_group(hook_state if is_group else getattr(hook_state, "process_group", None))
-        operation = Explaining.averaging(bucket.index(), full_name, group)
+        group = resolve_group(name, hook_state) if is_group else getattr(hook_state, "process_group", None)
+        operation = Explaining.averaging(bucket.index(), full_name, joined_group(group))
         return run_hook_compressed(bucket, operation, start, finish, pipeline)
 
     full_name = f"{name}({getattr(hook, '__qualname__', hook)})"

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradcomp.comm.bucket import GradBucket, name_of
 from gradcomp.comm.consistency import require_all_ranks, require_same_on_all_ranks
+from gradcomp.comm.process_group import require_group
 from gradcomp.reducer.bucket import require_callable
 from gradcomp.reducer.parameters import require_plain
 
@@ -71,6 +72,7 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.
     """Return the given group, the mesh's, or the default one. Raises the errors of torch's constructor."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    require_group("DistributedDataParallel", process_group)
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")

@@ -76,7 +76,8 @@ class Averaging:
             state = resolve_group("average_", process_group)
         elif process_group is not None:
             raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
-        group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
+        is_group = isinstance(state, dist.ProcessGroup)
+        group = resolve_group("average_", state) if is_group else getattr(state, "process_group", None)
         paired, layout_of = _paired(tensors, state, keys)
         pairs_of: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter, tensor in paired:

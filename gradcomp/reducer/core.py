@@ -135,8 +135,8 @@ class Reducer:
 
         Raises TypeError if the hook can't be called, RuntimeError for a second one.
         """
+        self._agreement.expect(state, hook)
         self.communicator.register(state, hook)
-        self._agreement.is_reached = False
 
     def close(self) -> None:
         """Detach from the parameters: backward goes on without averaging."""
@@ -246,8 +246,9 @@ class Reducer:
 
     def _open(self, unused: Iterable[int]) -> Step:
         """Begin a step together with the other ranks."""
-        if not self._agreement.is_reached:
-            self._agreement.require(*(self.communicator.hook or (None, None)))
+        state, hook = self.communicator.hook or (None, None)
+        if self._agreement.group is not getattr(state, "process_group", None):
+            self._agreement.require(state, hook)
         if self._sharing.others:
             self._sharing.require_same_ranks()
             self.communicator.keep_apart(self._sharing.indices())

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradcomp.comm.consistency import require_same_on_all_ranks
-from gradcomp.comm.process_group import Explaining
+from gradcomp.comm.process_group import Explaining, require_group
 
 from .autograd import listed
 
@@ -131,12 +131,12 @@ class Agreement:
 
     options: names and values, the same on every rank.
     device: the parameters' device.
-    is_reached: whether steps needn't compare. Assign False to compare again in the next one.
+    group: the process group of the hook's state, as the ranks have compared it.
     """
 
     def __init__(self, options: dict[str, Any], group: dist.ProcessGroup, device: torch.device):
         self._options, self._group, self._device = options, group, device
-        self.is_reached = False
+        self.group: Any = self  # no step has compared the ranks
 
     def verify(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError on every rank unless all have the same parameters and options."""
@@ -153,8 +153,16 @@ class Agreement:
         self._require_same(whose, {"parameters that require gradients": shapes}, advice)
         self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
 
+    def expect(self, state: Any, hook: Any) -> None:
+        """Compare the ranks again in the next step. Raises ValueError for a group that torch doesn't know."""
+        require_group(_name_of(hook), _group_of(state, hook), "state's process group")
+        self.group = self
+
     def require(self, state: Any, hook: Any) -> None:
-        """Raise RuntimeError on every rank unless all have the same hook, options and groups."""
+        """Raise RuntimeError on every rank unless all have the same hook, options and groups.
+
+        If the state has got another group since, raise it on the ranks where that group has other ranks.
+        """
         group = _group_of(state, hook)
         is_group = state is None or isinstance(state, dist.ProcessGroup)
         others = None if group is None else dist.get_process_group_ranks(group)
@@ -164,7 +172,8 @@ class Agreement:
             "the state's process group": None if others is None else f"ranks {others}",
         }
         advice = "Register the same hook on every rank, with the same options"
-        self._require_same("what the Reducer averages with", values, advice)
+        if self.group is self:
+            self._require_same("what the Reducer averages with", values, advice)
         ranks = dist.get_process_group_ranks(self._group)
         if others is not None and sorted(ranks) != sorted(others):
             raise RuntimeError(
@@ -172,7 +181,7 @@ class Agreement:
                 f"parameters are averaged over {ranks}. Give the hook's state the process group that "
                 "DistributedDataParallel or the Reducer has; None means the default group"
             )
-        self.is_reached = True
+        self.group = getattr(state, "process_group", None)
 
     def _require_same(self, whose: str, values: dict[str, Any], advice: str) -> None:
         require_same_on_all_ranks(whose, values, self._group, self._device, advice)

@@ -2,6 +2,7 @@
 
 import logging
 
+import pytest
 import torch
 
 from gradcomp.comm.bucket import GradBucket
@@ -38,3 +39,31 @@ def test_whoever_knows_the_end_of_a_step_ends_it(run_ranks):
     assert steps == [((n, n > 0), (n + 1, True)) for n in range(4)]
     assert messages == ["Compression stats: iter 1", "Compression stats: iter 3"]
     assert not is_compared  # the group may be another one
+
+
+def changed_between_steps(rank):
+    """Take steps that no bucket ends, and change something before each; return the messages of the next."""
+    parameters = [torch.zeros(256, 2), torch.zeros(3)]
+    messages = []
+    for name, values in (("random_seed", (0, 1)), ("ranks_per_node", (1, 2)), ("start_iter", (5, 6))):
+        state = QuantizationState(None, start_iter=1)
+        for _ in range(3):
+            for index, parameter in enumerate(parameters):
+                average(state, index, parameter)
+        setattr(state, name, values[rank])
+        assert not state.is_compared
+        with pytest.raises(RuntimeError) as raised:
+            average(state, 0, parameters[0])
+        messages.append(str(raised.value))
+        setattr(state, name, values[0])
+        for step in range(2):
+            average(state, 0, parameters[0])
+            assert state.is_compared == (step > 0)
+    return messages
+
+
+def test_a_change_between_two_steps_is_compared_although_no_bucket_ends_a_step(run_ranks):
+    for seed, nodes, start in run_ranks(changed_between_steps, 2):
+        assert "random_seed is 0 on rank 0 and 1 on rank 1" in seed
+        assert "averages without nodes) is 1 on rank 0 and 2 on rank 1" in nodes
+        assert "start_iter is 5 on rank 0 and 6 on rank 1" in start

@@ -178,7 +178,7 @@ def test_hooks_that_are_the_same(run_ranks):
 
 
 def hooks_of_other_groups(rank):
-    """Take a step where rank 2 of three isn't in the reducer's group, or in the hook's."""
+    """Take a step where rank 2 of three isn't in the reducer's group, or in the hook's, or has left that."""
     pair = of_a_subgroup()
     messages = []
     for state in (power(rank), None, dist.group.WORLD):
@@ -187,6 +187,13 @@ def hooks_of_other_groups(rank):
             reducer = Reducer(nn.Linear(3, 3).parameters(), pair)
             reducer.register_comm_hook(state, hook or powerSGD_hook.powerSGD_hook)
             messages.append(said_by(sum(param.sum() for param in reducer._params).backward))
+    if rank < 2:
+        state, reducer = power(rank), Reducer(nn.Linear(3, 3).parameters(), pair)
+        state.process_group = pair
+        reducer.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        sum(param.sum() for param in reducer._params).backward()
+        state.process_group = None
+        messages.append(said_by(sum(param.sum() for param in reducer._params).backward))
     reducer = Reducer(nn.Linear(3, 3).parameters())
     reducer.register_comm_hook(pair, default_hooks.fp16_compress_hook)
     messages.append(said_by(sum(param.sum() for param in reducer._params).backward))
@@ -204,7 +211,7 @@ def test_a_hook_of_another_group(run_ranks):
         for message in messages[:-1]:
             assert "averages over the ranks [0, 1, 2], but the parameters are averaged over [0, 1]" in message
         assert 'process group is "ranks [0, 1]" on ranks 0, 1 and "ranks [0, 1, 2]" on rank 2' in messages[-1]
-    assert [len(messages) for messages, _ in results] == [4, 4, 1]
+    assert [len(messages) for messages, _ in results] == [5, 5, 1]
 
 
 def collectives(rank, cls, options):
