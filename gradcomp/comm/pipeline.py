@@ -33,7 +33,7 @@ import torch.distributed as dist
 from gradcomp.device import has_streams
 
 from .process_group import Explaining
-from .streams import Future, on_side_stream, wait_for_current_stream
+from .streams import Future, on_side_stream, side_stream, wait_for_current_stream
 
 # Yields each collective under way, or None for one that needs no waiting. Returns the averaged bucket.
 Stages = Generator[dist.Work | None, None, torch.Tensor]
@@ -64,17 +64,17 @@ def _next(stages: Generator[dist.Work | None, None, T], work: dist.Work | None) 
 class PipelinedFuture(torch.futures.Future[torch.Tensor]):
     """A future that runs the stages left when it is waited for: no hook of a later bucket may come."""
 
-    def __init__(self, complete: Callable[[], None], device: torch.device):
+    def __init__(self, pipeline: "Pipeline", device: torch.device):
         super().__init__(devices=[device] if has_streams(device) else None)
-        self._complete, self._device = complete, device
+        self._pipeline, self._device = pipeline, device
 
     def wait(self) -> Any:
         if not self.done():
-            self._complete()
+            self._pipeline.finish()
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        chained = PipelinedFuture(self._complete, self._device)
+        chained = PipelinedFuture(self._pipeline, self._device)
 
         def follow(done: Any) -> None:
             try:
@@ -84,6 +84,11 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
 
         self.add_done_callback(follow)
         return chained
+
+    def drop(self) -> None:
+        """Wait for the collective under way, and run no further stage: an error has ended the backward."""
+        if not self.done():
+            self._pipeline.drop_of_other_backwards(-1)
 
 
 @dataclass(eq=False)
@@ -142,11 +147,11 @@ class Pipeline:
         """
         device, backward = bucket.buffer().device, torch._C._current_graph_task_id()
         if is_first and self._running:
-            self._drop_of_other_backwards(backward)
+            self.drop_of_other_backwards(backward)
             self.finish()
         if has_streams(device):
             wait_for_current_stream(device)
-        future, earlier, self._running = PipelinedFuture(self.finish, device), self._running, []
+        future, earlier, self._running = PipelinedFuture(self, device), self._running, []
         on_host = [each for each in earlier if not has_streams(each.device)]
         on_streams = [each for each in earlier if has_streams(each.device)]
         new = _Running(stages, operation, future, device, backward)
@@ -167,7 +172,7 @@ class Pipeline:
             on_host = [each for each in reversed(running) if not has_streams(each.device)]
             self._running = [*self._advance(on_streams), *reversed(self._advance(on_host))]
 
-    def _drop_of_other_backwards(self, backward: int) -> None:
+    def drop_of_other_backwards(self, backward: int) -> None:
         """Drop what a backward that an error has ended left: the buffers have other gradients already.
 
         A backward without an error leaves nothing. What was begun outside of any goes on.
@@ -179,6 +184,8 @@ class Pipeline:
                 with suppress(RuntimeError):
                     on_side_stream(each.device, each.work.wait)
             each.stages.close()
+            if has_streams(each.device):
+                torch.cuda.current_stream(each.device).wait_stream(side_stream(each.device))
             self._unfinished.discard(each)
             each.fail(RuntimeError("an error ended the step before this bucket was averaged"))
 

@@ -37,7 +37,7 @@ class Settings:
         return {**as_dict(self.options), **self.common()}
 
 
-class Place(NamedTuple):
+class GivenGroup(NamedTuple):
     """The process group and the ranks per node that a state was given. Every assignment makes another."""
 
     process_group: Any
@@ -116,7 +116,7 @@ class ConfiguredState:
 
     iter: int
     _settings: Settings
-    _place: Place
+    _given: GivenGroup
 
     @property
     def algorithm(self) -> str:
@@ -147,7 +147,7 @@ class ConfiguredState:
     @property
     def process_group(self) -> Any:
         """The process group that averages; None for the default one. Assign to change it."""
-        return self._place.process_group
+        return self._given.process_group
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
@@ -155,16 +155,16 @@ class ConfiguredState:
         if isinstance(group, DeviceMesh):
             group, ranks_per_node = groups_of_mesh(group)
         require_group(type(self).__name__, group)
-        self._place = Place(group, ranks_per_node)
+        self._given = GivenGroup(group, ranks_per_node)
 
     @property
     def ranks_per_node(self) -> int | str:
         """The number of ranks that share a network card, or "auto". Assign to change it."""
-        return self._place.ranks_per_node
+        return self._given.ranks_per_node
 
     @ranks_per_node.setter
     def ranks_per_node(self, value: int | str) -> None:
-        self._place = Place(self.process_group, require_ranks_per_node(value))
+        self._given = GivenGroup(self.process_group, require_ranks_per_node(value))
 
     def claims(self, options: Any) -> dict[str, Any]:
         """Return what averages with these options promise; see Compressor.claims."""

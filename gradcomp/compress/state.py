@@ -131,7 +131,7 @@ class CompressorState(SavedState):
         self._ranks: dict[str, Any] = {}  # what a BucketSpec says of the ranks
         # The group of the last step's collectives, its size, and this rank's number in it.
         self._seat: tuple[weakref.ref[dist.ProcessGroup], int, int] | None = None
-        # The settings, place and seat that the ranks have compared in a whole step, and in the present step.
+        # The settings, group and seat that the ranks have compared in a whole step, and in the present step.
         # Every change makes other objects.
         self._compared: tuple[Any, ...] = (None, None, None)
         self._comparing = self._compared
@@ -160,7 +160,7 @@ class CompressorState(SavedState):
     @property
     def is_compared(self) -> bool:
         """True if a step has compared the ranks since options or group changed or a checkpoint was loaded."""
-        return all(map(is_, (self._settings, self._place, self._seat), self._compared))
+        return all(map(is_, (self._settings, self._given, self._seat), self._compared))
 
     def phase(self, options: Any, group: dist.ProcessGroup, device: torch.device) -> Phase:
         """Return how the current step averages buckets with these options.
@@ -237,7 +237,7 @@ class CompressorState(SavedState):
         Raises TypeError if the bucket is not a dense floating-point bucket. In the state's first step, raises
         RuntimeError on every rank if the ranks differ.
         """
-        buffer, group = checked_bucket(hook_name, bucket, self._place.process_group, "state.process_group")
+        buffer, group = checked_bucket(hook_name, bucket, self._given.process_group, "state.process_group")
         parameters = bucket.parameters()  # torch makes a list of them in every call
         if not self._steps.take(parameters):
             self.end_step()
@@ -248,7 +248,7 @@ class CompressorState(SavedState):
             # Compressors depend on the number of ranks, and on this rank's number.
             self._states.give_all_back()
             self._seat, self._ranks = seat, {"world_size": group.size()}
-        subject = self._settings, self._place, self._seat
+        subject = self._settings, self._given, self._seat
         if any(map(is_not, subject, self._compared)):
             self._comparing = subject
             self._compare(hook_name, bucket, group, is_first=is_first)

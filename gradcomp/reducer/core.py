@@ -338,6 +338,8 @@ class Reducer:
 
     def _forget_step(self) -> None:
         """End the step, complete or broken off: the next gradient begins another one."""
+        if self._step is not None and self._step.averages:
+            self._step.break_off()
         self._step, self._is_prepared = None, self._stays_prepared
         self._sharing.is_stepping = False
         if self._usage is not None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradcomp.comm.exchange import all_reduce, has_delay
-from gradcomp.comm.pipeline import run_through
+from gradcomp.comm.pipeline import PipelinedFuture, run_through
 from gradcomp.comm.process_group import Explaining
 from gradcomp.device import send
 
@@ -190,6 +191,7 @@ class Step:
     unused: parameters that this rank does not use in the step. They are ready from the beginning, and keep
         their gradients.
     ready: the parameters that are ready, in the order in which they became ready.
+    averages: the averages under way, by bucket.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class Step:
         self.ready: dict[int, None] = {}
         self._num_pending = [len(bucket.indices) for bucket in communicator.buckets]  # not ready, by bucket
         self._next_bucket = 0
-        self._averages: dict[int, Pending] = {}  # by bucket
+        self.averages: dict[int, Pending] = {}
         # Of unused parameters whose gradients are views, which the averages overwrite.
         self._gradients_before: dict[int, torch.Tensor] = {}
         self._skippable = set() if usage is None else usage.begin(unused)
@@ -268,7 +270,7 @@ class Step:
         while self._next_bucket < len(pending) and not pending[self._next_bucket]:
             number = self._next_bucket
             if not self._skippable.issuperset(communicator.buckets[number].indices):
-                self._averages[number] = communicator.start(number)
+                self.averages[number] = communicator.start(number)
             self._next_bucket += 1
         if self._usage is not None and self.is_over:
             self._usage.exchange()
@@ -276,9 +278,18 @@ class Step:
     def write_back(self, group: dist.ProcessGroup) -> None:
         """Wait for the averages, and make them the gradients of the parameters that any rank has used."""
         kept = set() if self._usage is None else self._usage.unused_by_all_ranks()
-        for number, pending in self._averages.items():
+        for number, pending in self.averages.items():
             self._communicator.finish(number, pending, kept, self._gradients_before)
         for index in kept.intersection(self._gradients_before):
             self._params[index].grad.copy_(self._gradients_before[index])  # type: ignore[union-attr]
+        self.averages.clear()
         for index in sorted(self._sparse - kept):
             self._params[index].grad = average_rows(self._params[index], group)
+
+    def break_off(self) -> None:
+        """Wait for the averages under way, which may still write to the buckets, and forget their errors."""
+        for pending in self.averages.values():
+            with suppress(Exception):
+                if isinstance(pending, PipelinedFuture):
+                    pending.drop()
+                pending.wait()

@@ -1,11 +1,17 @@
 """Test the Reducer's errors when it is used wrongly."""
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
+from gradcomp import DistributedDataParallel
 from gradcomp.hooks import default_hooks
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.reducer import Reducer
 from tests.reducer.models import (
     MLP,
@@ -150,6 +156,79 @@ def test_a_backward_that_is_broken_off(run_ranks):
     assert "an exception that broke off the backward before this one" in first[1]
     assert len(first) == 2
     assert torch.equal(gradient, same)
+
+
+LATE = {
+    "no hook": (lambda: (None, None), "0"),
+    "all-reduce": (lambda: (None, default_hooks.allreduce_hook), "0"),
+    "fp16": (lambda: (None, default_hooks.fp16_compress_hook), "0"),
+    "a plain start": (lambda: (PowerSGDState(None, 1, 9), powerSGD_hook), "0"),
+    "messages": (lambda: (None, default_hooks.allreduce_hook), "20"),
+    "messages without a hook": (lambda: (None, None), "20"),
+    "int8": (lambda: (QuantizationState(bits=8, start_iter=1), quantization_hook), "20"),
+}
+
+
+class LateAverage(nn.Module):
+    """The average of `second` is under way when a backward of this model breaks off."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(300, 300), nn.Linear(300, 300)
+
+    def forward(self, x):
+        return self.second(Breaks.apply(self.first(x)))
+
+
+def go_on_after_an_error(rank, as_view):
+    """Break off a backward whose average rank 1 joins when rank 0 is in the next good step, or waits for it.
+
+    Returns the errors' types, and by how much the next step's averages are off.
+    """
+    store, found = dist.distributed_c10d._get_default_store(), {}
+    for name, (make, delay) in LATE.items():
+        os.environ["GRADCOMP_ROUND_TRIP_MS"] = delay
+        group = dist.new_group()  # whose delay is not known yet
+        torch.manual_seed(0)
+        options = {"gradient_as_bucket_view": as_view, "bucket_cap_mb": 0.1, "process_group": group}
+        ddp = DistributedDataParallel(LateAverage(), **options)
+        state, hook = make()
+        if hook is not None:
+            if state is not None:
+                state.process_group = group
+            ddp.register_comm_hook(group if state is None else state, hook)
+        errors = []
+        for step in range(4):
+            Breaks.is_broken = step == 1
+            if step == 1 and rank == 1:
+                any(store.check([name]) for _ in range(2000))  # in vain if rank 0 waits
+            if step == 3 and rank == 0:
+                ddp.module.second.bias.register_post_accumulate_grad_hook(
+                    lambda _, name=name: store.set(name, "")
+                )
+            ddp.zero_grad()
+            x = torch.full((1, 300), rank + 1.0 + step)
+            try:
+                ddp(x).square().sum().backward()
+            except (ArithmeticError, RuntimeError) as error:
+                errors.append(type(error))
+        module = LateAverage()
+        module.load_state_dict(ddp.module.state_dict())
+        module(x).square().sum().backward()
+        off = 0.0
+        for own, averaged in zip(module.parameters(), ddp.module.parameters(), strict=True):
+            dist.all_reduce(own.grad)
+            off = max(off, float((own.grad / 2 - averaged.grad).norm() / own.grad.norm()))
+        found[name] = errors, off
+    return found
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_the_step_after_an_error_waits_for_what_is_under_way(run_ranks, as_view):
+    for found in run_ranks(go_on_after_an_error, 2, as_view):
+        for name, (errors, off) in found.items():
+            assert errors == [ArithmeticError, RuntimeError], name
+            assert off < 0.02, name
 
 
 def static_reentrant(rank, prepared):
