@@ -46,6 +46,10 @@ class ParameterKeys:
         """True if a living parameter has a key."""
         return bool(self._key_of) or bool(self._inherited)
 
+    def known(self) -> set[str]:
+        """Return the keys of living parameters."""
+        return set(self._key_of.values())
+
     def get(self, parameter: torch.Tensor) -> str | None:
         """Return a parameter's key; None without one."""
         return self._key_of.get(parameter)

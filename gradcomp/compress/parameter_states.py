@@ -31,6 +31,7 @@ from ..comm.pipeline import Stages
 from .compressor import BucketSpec, Compressor, State
 from .parameter_keys import ParameterKeys, Shape
 
+_OF_AVERAGE = "average_("  # begins the names that average_ gives tensors with keys
 # What is kept of one parameter, by name. "error" has the parameter's shape.
 Entry = dict[str, torch.Tensor]
 Entries = dict[str | tuple[str, ...], Entry]
@@ -251,6 +252,8 @@ class ParameterStates:
 
     def __init__(self) -> None:
         self.keys = ParameterKeys()
+        self.loaded: list[str] = []  # keys of loaded errors, until it is known whose they are
+        self._num_known = 0
         self._entries: Entries = {}  # those that no compressor has taken over
         self._buckets: list[Bucket] = []
         # By index, which is a hint only: torch gives 0 to all buckets of a static graph's first step.
@@ -295,21 +298,19 @@ class ParameterStates:
 
         spec: what the compressor is made for.
 
-        Returns the keys of parameters whose entries were dropped, as their shapes differ.
+        Returns the keys of parameters whose errors were lost, as their shapes differ.
         """
         self._give_back(bucket)
         bucket.compressor, bucket.device = _made(make, spec, bucket.options), spec.device
         own: list[str | tuple[str, ...]] = [*bucket.keys, tuple(bucket.keys)]
         taken: Entries = {key: self._entries.pop(key) for key in own if key in self._entries}
-        lost = [
-            key
+        lost = {
+            key: taken.pop(key)["error"]
             for key, shape in zip(bucket.keys, bucket.shapes, strict=True)
             if "error" in taken.get(key, {}) and taken[key]["error"].shape != shape
-        ]
-        for key in lost:
-            del taken[key]
+        }
         bucket.take_over(taken)
-        return lost
+        return [key for key, error in lost.items() if error.any()]
 
     @torch.inference_mode(False)
     def _give_back(self, bucket: Bucket) -> None:
@@ -366,11 +367,23 @@ class ParameterStates:
     def load(self, entries: Entries) -> None:
         """Replace all entries."""
         self._entries, self._buckets, self._of_step, self._of_last_step = dict(entries), [], {}, {}
+        errors = {str(key): entry["error"] for key, entry in entries.items() if "error" in entry}
+        self.loaded = [key for key, error in errors.items() if error.any()]
+        self._num_known = len(self.keys.known())
 
     def unclaimed(self) -> list[str]:
-        """Return the keys whose entries wait for a bucket that brings their parameters."""
-        brought = {key for bucket in self._buckets for key in bucket.keys}
-        return [key for key in self._entries if isinstance(key, str) and key not in brought]
+        """After a step without a new parameter, return the keys of loaded errors that no parameter has.
+
+        A parameter that has its name, but isn't used, loses nothing; nor do errors that are all zero.
+        """
+        known, before = self.keys.known(), self._num_known
+        self._num_known = len(known)
+        if before != len(known):
+            return []
+        loaded, self.loaded = self.loaded, []
+        # Other tensors of average_ may come in later calls.
+        has_some = any(key.startswith(_OF_AVERAGE) for key in known.intersection(loaded))
+        return [key for key in loaded if key not in known and not (has_some and key.startswith(_OF_AVERAGE))]
 
     def name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Give parameters their names as keys; see ParameterKeys.name.

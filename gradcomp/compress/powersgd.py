@@ -67,7 +67,8 @@ class PowerSGDOptions:
         if self.uncompressed_dtype is not None and not self.is_quantized:
             raise ValueError(
                 f"uncompressed_dtype is {self.uncompressed_dtype}, which goes with factor_dtype=torch.int8 "
-                f"only, but factor_dtype is {self.factor_dtype}: uncompressed tensors have that dtype"
+                f"only, but factor_dtype is {self.factor_dtype}: uncompressed tensors are sent in "
+                f"{self.factor_dtype or 'their own dtype'}"
             )
 
     @property

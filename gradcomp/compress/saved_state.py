@@ -31,7 +31,7 @@ class SavedState(ConfiguredState):
         self._states = ParameterStates()
         self.next_stats_report = 0
         self.total_numel_before_compression = self.total_numel_after_compression = 0
-        self._was_loaded = self._is_resumed = self._discards_step = False
+        self._is_resumed = self._discards_step = False
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
         self._undoable: int | None = None  # the last step's number, if it can be taken back
@@ -256,7 +256,7 @@ class SavedState(ConfiguredState):
         self._states.load(checked["parameters"])
         for name in PROGRESS:
             setattr(self, name, checked[name])
-        self._was_loaded, self._is_resumed, self._undoable = True, True, None
+        self._is_resumed, self._undoable = True, None
         self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
 
     def _contents(self) -> Any:

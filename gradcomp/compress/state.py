@@ -184,8 +184,7 @@ class CompressorState(SavedState):
         gradient_bytes, sent_bytes = self._steps.gradient_bytes, self._steps.sent_bytes
         self._steps.end()
         self._states.end_step()
-        if self._was_loaded:
-            self._was_loaded = False
+        if self._states.loaded:
             for text in unclaimed_entries(self._states.unclaimed()):
                 logger_of(self).warning("%s: %s.", self.algorithm, text)
         phase = self._phase

@@ -247,6 +247,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         check_hook(state, hook)
         self.reducer.register_comm_hook(state, hook)
+        if hasattr(state, "number_parameters"):  # frozen ones, too
+            state.number_parameters(self.module.named_parameters())
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

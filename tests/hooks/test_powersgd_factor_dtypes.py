@@ -192,7 +192,14 @@ def test_a_resumed_run_has_the_same_bits(dtype):
     [
         ({"factor_dtype": torch.int16}, r"factor_dtype is torch\.int16, but must be None, torch\.bfloat16"),
         ({"factor_dtype": "int8"}, "factor_dtype is 'int8'"),
-        ({"uncompressed_dtype": torch.bfloat16}, r"goes with factor_dtype=torch\.int8 only"),
+        (
+            {"uncompressed_dtype": torch.bfloat16},
+            r"factor_dtype=torch\.int8 only, but factor_dtype is None: .* are sent in their own dtype",
+        ),
+        (
+            {"uncompressed_dtype": torch.bfloat16, "factor_dtype": torch.float16},
+            r"but factor_dtype is torch\.float16: .* are sent in torch\.float16",
+        ),
         ({"start_bits": 5}, "start_bits is 5, but must be None, 4 or 8"),
         ({"start_bits": True}, "start_bits is True"),
     ],
