@@ -132,10 +132,7 @@ def require_same_on_all_ranks(
             texts = _all_gather(mine, max(lengths), group, device)
     by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
     values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
-    try:
-        ranks = dist.get_process_group_ranks(group)
-    except (KeyError, RuntimeError, ValueError):  # a group that c10d does not know
-        ranks = list(range(group.size()))
+    ranks = dist.get_process_group_ranks(group)
     if differences := _differences(values_of_ranks, ranks):
         shown = "; ".join(differences.values())
         raise ExplainedError(f"{whose} differs between the ranks: {shown}. {advice}")

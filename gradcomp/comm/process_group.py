@@ -93,11 +93,10 @@ def kept_of(group: dist.ProcessGroup) -> dict[Any, Any]:
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the time-out of a group's collectives; None if its backend doesn't tell."""
     try:
-        options = group._get_backend(device_for(group, ())).options
-    except (AttributeError, RuntimeError):  # a backend that has no options
+        found: timedelta = group._get_backend(device_for(group, ())).options._timeout
+    except (AttributeError, RuntimeError):  # a backend without options
         return None
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None
+    return found
 
 
 def device_for(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor]) -> torch.device:

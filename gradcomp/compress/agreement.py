@@ -1,7 +1,8 @@
 """What the ranks of a state agree on in its first step: that they are alike, the nodes, and the delay."""
 
+import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -10,19 +11,6 @@ from gradcomp.device import processor
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
 from ..comm.exchange import round_trip_s
 from ..comm.nodes import nodes_in
-
-
-class Agreement(NamedTuple):
-    """What the ranks have found, the same on all of them.
-
-    nodes: (ranks per node, the nodes in words); None to average without nodes.
-    round_trip_s: seconds from a message to its answer, between ranks or nodes.
-    processors: the unlike processors that the ranks run on, in words.
-    """
-
-    nodes: tuple[int, str] | None
-    round_trip_s: float
-    processors: list[str]
 
 
 def agree(
@@ -34,14 +22,17 @@ def agree(
     *,
     is_first: bool,
     compares_processors: bool,
-) -> Agreement:
+) -> tuple[tuple[int, str] | None, float]:
     """Compare the ranks before a bucket of a state's first step is averaged.
 
     hook_name: the hook's name in messages.
     values: what must be equal on all ranks, by name, besides the bucket.
     ranks_per_node: as given to the state.
     is_first: whether the bucket is the first one of its step.
-    compares_processors: whether averages depend on the processor.
+    compares_processors: whether averages depend on the processor, so that unlike ones are warned of.
+
+    Returns, the same on all ranks: (ranks per node, the nodes in words), None to average without nodes; the
+    seconds from a message to its answer, between ranks or nodes.
 
     Raises RuntimeError on every rank if values or buckets differ between ranks.
     """
@@ -67,7 +58,12 @@ def agree(
         "the same step",
         notes=own,
     )
-    found = nodes_in(whose, ranks_per_node, group, buffer.device)
-    round_trip = round_trip_s(buffer, group, found.between if found else None)
-    nodes = (found.ranks_per_node, str(found)) if found else None
-    return Agreement(nodes, round_trip, list(unlike.values()))
+    if unlike:
+        logging.getLogger(__name__).warning(
+            "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas will "
+            "drift apart by rounding errors; see docs/powersgd.md.",
+            *(hook_name, "; ".join(unlike.values())),
+        )
+    nodes = nodes_in(whose, ranks_per_node, group, buffer.device)
+    round_trip = round_trip_s(buffer, group, nodes.between if nodes else None)
+    return (nodes.ranks_per_node, str(nodes)) if nodes else None, round_trip

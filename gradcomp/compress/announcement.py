@@ -1,8 +1,14 @@
 """What a state says of bytes, and of a checkpoint's entries."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from .parameter_keys import is_name
+from .settings import ConfiguredState, logger_of
+
+UNCLAIMED = (
+    "the checkpoint has errors of parameters that the first step did not bring: %s. They wait for these. "
+    "Likely cause: another model, or the runs differ in bucket_cap_mb, find_unused_parameters or wrapper, "
+    "and one has no names of parameters: call state.number_parameters(model.named_parameters()) in both"
+)
 
 
 def saved_bytes(gradient_bytes: int, sent_bytes: int) -> str:
@@ -22,25 +28,8 @@ def shown_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def unclaimed_entries(keys: Sequence[str]) -> Iterator[str]:
-    """Yield warnings of a checkpoint's entries for parameters that the first step did not bring."""
-    if names := list(filter(is_name, keys)):
-        yield with_keys(
-            "the checkpoint has errors of parameters that the first step did not bring: %s. They wait "
-            "for them. Likely cause: another model, or this run has no names of parameters: call "
-            "state.number_parameters(model.named_parameters())",
-            names,
-        )
-    if places := [key for key in keys if not is_name(key)]:
-        yield with_keys(
-            "the checkpoint knows parameters by the first step's buckets, and this run's first step has "
-            "others, or names: the errors of %s start at zero. Likely cause: another bucket_cap_mb, "
-            "find_unused_parameters or model. Call state.number_parameters(model.named_parameters()) in "
-            "both runs, and checkpoints know parameters by name",
-            places,
-        )
-
-
-def with_keys(text: str, keys: Sequence[str]) -> str:
-    """Return a text with the first of these keys in the place of %s."""
-    return text % (", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else ""))
+def warn_of_keys(state: ConfiguredState, text: str, keys: Sequence[str]) -> None:
+    """Log a text with the first of these keys in the place of %s, if there are any."""
+    if keys:
+        shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+        logger_of(state).warning("%s: %s.", state.algorithm, text % shown)

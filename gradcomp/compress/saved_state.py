@@ -12,7 +12,7 @@ from ..comm.process_group import joined_group
 from . import checkpoint
 from .checkpoint import PROGRESS, owner_of
 from .parameter_states import Entries, ParameterStates
-from .settings import ConfiguredState, GivenGroup, Settings, as_dict, logger_of
+from .settings import ConfiguredState, Settings, as_dict, logger_of
 
 
 class SavedState(ConfiguredState):
@@ -26,7 +26,7 @@ class SavedState(ConfiguredState):
 
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
-        self._given = GivenGroup(process_group, self._default_ranks_per_node)
+        self._given = process_group, self._default_ranks_per_node
         self._settings = settings
         self._states = ParameterStates()
         self.next_stats_report = 0

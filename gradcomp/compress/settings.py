@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,13 +35,6 @@ class Settings:
     def by_name(self) -> dict[str, Any]:
         """Return the options and settings by name."""
         return {**as_dict(self.options), **self.common()}
-
-
-class GivenGroup(NamedTuple):
-    """The process group and the ranks per node that a state was given. Every assignment makes another."""
-
-    process_group: Any
-    ranks_per_node: int | str
 
 
 SETTINGS = [each.name for each in fields(Settings) if each.name != "options"]
@@ -116,7 +109,7 @@ class ConfiguredState:
 
     iter: int
     _settings: Settings
-    _given: GivenGroup
+    _given: tuple[Any, int | str]  # process_group, ranks_per_node; every assignment makes another tuple
 
     @property
     def algorithm(self) -> str:
@@ -147,7 +140,7 @@ class ConfiguredState:
     @property
     def process_group(self) -> Any:
         """The process group that averages; None for the default one. Assign to change it."""
-        return self._given.process_group
+        return self._given[0]
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
@@ -155,16 +148,16 @@ class ConfiguredState:
         if isinstance(group, DeviceMesh):
             group, ranks_per_node = groups_of_mesh(group)
         require_group(type(self).__name__, group)
-        self._given = GivenGroup(group, ranks_per_node)
+        self._given = group, ranks_per_node
 
     @property
     def ranks_per_node(self) -> int | str:
         """The number of ranks that share a network card, or "auto". Assign to change it."""
-        return self._given.ranks_per_node
+        return self._given[1]
 
     @ranks_per_node.setter
     def ranks_per_node(self, value: int | str) -> None:
-        self._given = GivenGroup(self.process_group, require_ranks_per_node(value))
+        self._given = self.process_group, require_ranks_per_node(value)
 
     def claims(self, options: Any) -> dict[str, Any]:
         """Return what averages with these options promise; see Compressor.claims."""

@@ -32,7 +32,7 @@ from ..comm.process_group import Explaining, joined_group
 from ..comm.streams import Future
 from ..rules import described
 from .agreement import agree
-from .announcement import saved_bytes, unclaimed_entries, with_keys
+from .announcement import UNCLAIMED, saved_bytes, warn_of_keys
 from .compressor import BucketSpec, Compressor
 from .parameter_states import Bucket
 from .saved_state import SavedState
@@ -185,8 +185,7 @@ class CompressorState(SavedState):
         self._steps.end()
         self._states.end_step()
         if self._states.loaded:
-            for text in unclaimed_entries(self._states.unclaimed()):
-                logger_of(self).warning("%s: %s.", self.algorithm, text)
+            warn_of_keys(self, UNCLAIMED, self._states.unclaimed())
         phase = self._phase
         if phase is not None and phase.compressor is not None and self._steps.num >= self.next_stats_report:
             self._report_stats()
@@ -236,7 +235,7 @@ class CompressorState(SavedState):
         Raises TypeError if the bucket is not a dense floating-point bucket. In the state's first step, raises
         RuntimeError on every rank if the ranks differ.
         """
-        buffer, group = checked_bucket(hook_name, bucket, self._given.process_group, "state.process_group")
+        buffer, group = checked_bucket(hook_name, bucket, self._given[0], "state.process_group")
         parameters = bucket.parameters()  # torch makes a list of them in every call
         if not self._steps.take(parameters):
             self.end_step()
@@ -312,9 +311,8 @@ class CompressorState(SavedState):
         """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
         assert phase.compressor is not None
         spec = self._spec(bucket, phase, own, self._seed(own, self._steps.num))
-        if lost := self._states.make_compressor(own, phase.compressor, spec):
-            text = with_keys("the checkpoint has other shapes of %s, whose errors start at zero", lost)
-            logger_of(self).warning("%s: %s.", self.algorithm, text)
+        lost = self._states.make_compressor(own, phase.compressor, spec)
+        warn_of_keys(self, "the checkpoint has other shapes of %s, whose errors start at zero", lost)
         own.made_for = (phase.compressor, spec.device, phase.is_flat)
 
     def _spec(self, bucket: dist.GradBucket, phase: Phase, own: Bucket, seed: int) -> BucketSpec:
@@ -342,7 +340,7 @@ class CompressorState(SavedState):
             "names of parameters (number_parameters gives them)": names,
             "directions": self._states.common_digest(),
         }
-        found = agree(
+        agreed = agree(
             hook_name,
             bucket,
             group,
@@ -351,20 +349,14 @@ class CompressorState(SavedState):
             is_first=is_first,
             compares_processors=not self._compressor.is_same_on_all_processors,
         )
-        if (found.nodes, found.round_trip_s) != (self._nodes, self._round_trip_s):
+        if agreed != (self._nodes, self._round_trip_s):
             self._states.give_all_back()
-            self._nodes, self._round_trip_s = found.nodes, found.round_trip_s
+            self._nodes, self._round_trip_s = agreed
         self._ranks = {
             "world_size": group.size(),
             "ranks_per_node": self._num_ranks_per_node,
             "has_delay": self._round_trip_s >= MIN_DELAY_S,
         }
-        if found.processors:
-            logger_of(self).warning(
-                "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas "
-                "will drift apart by rounding errors; see docs/powersgd.md.",
-                *(self.algorithm, "; ".join(found.processors)),
-            )
 
     @property
     def _num_ranks_per_node(self) -> int:

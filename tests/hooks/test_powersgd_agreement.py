@@ -182,7 +182,7 @@ def test_states_of_different_groups_end_with_an_error(run_ranks):
 
 
 def unlike_cpus(rank):
-    with pytest.MonkeyPatch.context() as patch, Messages() as said:
+    with pytest.MonkeyPatch.context() as patch, Messages("gradcomp") as said:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ["AVX2", "AVX512"][rank])
         PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
     return [line for line in said if "unlike processors" in line]
@@ -213,7 +213,7 @@ PROCESSORS = [{"GPU compute capability": "9.0"}, {"GPU compute capability": "8.9
 
 def unlike_gpus(rank):
     """Take a step on ranks that report unlike GPUs; return the warnings."""
-    with pytest.MonkeyPatch.context() as patch, Messages() as said:
+    with pytest.MonkeyPatch.context() as patch, Messages("gradcomp") as said:
         patch.setattr(agreement, "processor", lambda _: PROCESSORS[rank])
         PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
     return [line for line in said if "unlike processors" in line]
