@@ -134,7 +134,7 @@ class CompressorState(SavedState):
         # The settings, group and seat that the ranks have compared in a whole step, and in the present step.
         # Every change makes other objects.
         self._compared: tuple[Any, ...] = (None, None, None)
-        self._comparing = self._compared
+        self._comparing: tuple[Any, ...] = self._compared
         self._steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
         self._phase_options: Any = None  # the options that it was asked for
