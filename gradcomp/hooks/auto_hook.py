@@ -237,7 +237,7 @@ class AutoState(CompressorState):
 
     def _begin_step(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._device = device
-        if not self._is_compared:
+        if not self.is_compared:
             self._begin_run(group)
         trial = self._trial
         if trial is None:
