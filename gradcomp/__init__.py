@@ -3,11 +3,20 @@
 from importlib import metadata
 
 from . import hooks
+from .comm.loss_factor import loss_factor
 from .hooks.apply_to_torch import apply_to_torch
 from .parallel import DistributedDataParallel
 from .reducer import Reducer, average_
 
-__all__ = ["DistributedDataParallel", "Reducer", "__version__", "apply_to_torch", "average_", "hooks"]
+__all__ = [
+    "DistributedDataParallel",
+    "Reducer",
+    "__version__",
+    "apply_to_torch",
+    "average_",
+    "hooks",
+    "loss_factor",
+]
 
 try:
     __version__ = metadata.version("gradcomp")

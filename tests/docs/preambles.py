@@ -38,6 +38,14 @@ ddp_discriminator, fake, inputs = ddp_model, torch.randn(8, 64), torch.randn(8, 
 optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
 loss_of_generator = torch.mean
 """,
+    ("docs/weighted_averages.md", 0): HOOKED
+    + """
+micro_batches = [(torch.randn(n, 64), torch.randint(64, (n,))) for n in (5 + rank, 3)]
+""",
+    ("docs/weighted_averages.md", 1): HOOKED
+    + """
+batches = [(torch.randn(n, 64), torch.randint(64, (n,)), 2 * n) for n in (4, 40, 7)]
+""",
     ("docs/recording.md", 1): """
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 model = DistributedDataParallel(new_model())

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 tests/frameworks/also_tested.py accelerate|lightning|transformers folder
 """
 
+import copy
 import gc
 import sys
 from pathlib import Path
@@ -130,7 +131,10 @@ def in_lightning(folder):
 
 
 def in_transformers(folder):
-    """Resume with resume_from_checkpoint=True, from whole checkpoints and from those of save_only_model."""
+    """Resume with resume_from_checkpoint=True, from whole checkpoints and from those of save_only_model.
+
+    Average gradients with num_items_in_batch: their sum and the errors are those of means over all tokens.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     from gradcomp.frameworks.transformers import FILE_NAME, CommHookCallback
@@ -154,6 +158,69 @@ def in_transformers(folder):
         train(4, save_only_model, resume=False)
         assert (Path(folder) / str(save_only_model) / "checkpoint-4" / FILE_NAME).exists()
         train(6, save_only_model, resume=True)
+    weigh_by_tokens(folder)
+
+
+def weigh_by_tokens(folder):
+    """Train on rows that end after 1 to 15 tokens; compare averages with float64 means over all tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    from gradcomp.frameworks.transformers import CommHookCallback
+
+    class Summing(TrainerCallback):
+        """Adds up averages, and what they should be; seen has this step's inputs."""
+
+        found = expected = 0.0
+
+        def on_pre_optimizer_step(self, *_, **__):
+            wide = copy.deepcopy(model).double()
+            number = torch.zeros((), dtype=torch.float64)
+            for inputs, labels in seen:
+                logits, targets = wide(inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+                nn.functional.cross_entropy(logits, targets, reduction="sum").backward()
+                number += (targets != -100).sum()
+            seen.clear()
+            dist.all_reduce(number)
+            summed = torch.cat([each.grad.flatten() for each in wide.parameters()])
+            dist.all_reduce(summed)
+            self.expected = self.expected + summed / number
+            self.found = self.found + torch.cat([each.grad.flatten().double() for each in model.parameters()])
+
+    def note(_, arguments, inputs):
+        if torch.is_grad_enabled() and inputs.get("labels") is not None:
+            seen.append((inputs["input_ids"], inputs["labels"]))
+
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-3, max_grad_norm=0.0, report_to="none", disable_tqdm=True, use_cpu=True,
+        save_strategy="no", ddp_backend="gloo",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (64, 16))
+    places, ends = torch.arange(16), torch.randint(2, 17, (64, 1))
+    data = [
+        # No first label: nothing predicts it, but the Trainer may count it.
+        {"input_ids": row, "labels": row.where((places > 0) & (places < end), -100)}
+        for row, end in zip(tokens, ends, strict=True)
+    ]
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    model, seen, summing, state = GPT2LMHeadModel(config), [], Summing(), QuantizationState(bits=4)
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    trainer = Trainer(model, arguments, train_dataset=data)
+    trainer.add_callback(CommHookCallback(trainer, state, quantization_hook))
+    trainer.add_callback(summing)
+    trainer.train()
+    kept = state.state
+    errors = torch.cat([kept[key]["error"].flatten().double() for key, _ in model.named_parameters()])
+    dist.all_reduce(errors)
+    errors /= dist.get_world_size()
+    expected = summing.expected
+    assert state.iter == 6
+    assert errors.norm() > 0.01 * expected.norm()
+    assert (summing.found + errors - expected).norm() < 1e-5 * expected.norm()
 
 
 if __name__ == "__main__":
