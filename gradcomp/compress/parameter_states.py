@@ -48,6 +48,8 @@ class Bucket:
     compressor: None before the first compressed step.
     device: the compressor's.
     made_for: what the state has made it for; empty without one.
+    unit: the buffer's gradients have been multiplied by it; so have the compressor's and the pending errors,
+        but not the errors of entries.
     pending: by position, errors that another compressor has left of tensors that this one sends exactly. Each
         is added to its tensor's next gradient, and so sent once: then None. That of an unused tensor waits.
     sent: the pending errors that are part of this step's average. On CUDA the side stream may read one until
@@ -65,6 +67,7 @@ class Bucket:
     made_for: tuple[Any, ...] = ()
     device: torch.device | None = None
     is_warmed_up: bool = False
+    unit: float = 1.0
     pending: dict[int, torch.Tensor | None] = field(default_factory=dict)
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
     undo: tuple[int, list[Callable[[], None]]] | None = None
@@ -207,7 +210,7 @@ class Bucket:
             state["error"] = self._with_pending(state.get("error"))
         for name, value in state.items():
             if name == "error":
-                parts = value.split(self.numels)
+                parts = (value if self.unit == 1 else value / self.unit).split(self.numels)
                 shaped = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
             elif isinstance(value, list):
                 shaped = value
@@ -235,6 +238,7 @@ class Bucket:
                 for part, value in zip(state[name].split(self.numels), values, strict=True):
                     if value is not None:
                         part.copy_(value.reshape(-1))
+                state[name] *= self.unit
             else:
                 state[name] = values
         if "error" in state:
@@ -274,6 +278,10 @@ class ParameterStates:
         if found is None or not found.is_unchanged_for(parameters, dtype, options):
             found = self._changed(index, parameters, dtype, options)
         self._of_step[index] = found
+        unit = getattr(bucket, "unit", 1.0)  # which torch's buckets lack
+        if found.unit != unit:
+            found.scale_errors(unit / found.unit)
+            found.unit = unit
         return found
 
     def _changed(
@@ -363,6 +371,12 @@ class ParameterStates:
             if parts := [entry["error"].flatten() for entry in entries if "error" in entry]:
                 errors[bucket.index] = torch.cat(parts)
         return errors
+
+    @property
+    def have_errors(self) -> bool:
+        """True if the compressor of a bucket keeps errors."""
+        made = [each for each in self._buckets if each.compressor is not None]
+        return any(each.current_error() is not None for each in made)
 
     def load(self, entries: Entries) -> None:
         """Replace all entries."""

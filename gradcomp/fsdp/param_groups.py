@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
 # The methods of an FSDP module's state that end a backward. The second one is for
 # set_manual_backward_finalization, since torch 2.15.
@@ -20,6 +21,9 @@ class ParamGroup:
     """The parameters of an FSDP module: FSDP2 reduces their gradients together, in one flat tensor.
 
     name: the module's name.
+    device: where the gradients are reduced.
+    shard_group: the process group over which the parameters are sharded; None if they are not.
+    replicate_group: the process group in which FSDP2 averages over replicas, as on a 2-D mesh; None without.
     placeholders: a meta tensor for every parameter, in the padded shape of its local gradient in the reduced
         tensor. A shard's last rows may be padding; on some ranks, all rows.
     whole_placeholders: a meta tensor for every parameter, of which a row of the reduce-scatter's input has an
@@ -29,6 +33,9 @@ class ParamGroup:
 
     def __init__(self, name: str, module: FSDPModule, group: Any):
         self.name, self.module, self._group = name, module, group
+        self.device, mesh = torch.device(group.device), group.mesh_info
+        self.shard_group: dist.ProcessGroup | None = getattr(mesh, "shard_process_group", None)
+        self.replicate_group: dist.ProcessGroup | None = getattr(mesh, "replicate_process_group", None)
         self.placeholders = [
             torch.empty(each.padded_sharded_param_size, dtype=each.sharded_param.dtype, device="meta")
             for each in group.fsdp_params
@@ -47,17 +54,6 @@ class ParamGroup:
         return [f"{names[id(place.module)]}.{place.param_name}".lstrip(".") for place in places]
 
     @property
-    def device(self) -> torch.device:
-        """The device on which the gradients are reduced."""
-        return torch.device(self._group.device)
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """The process group over which the parameters are sharded; None if they are not."""
-        group: dist.ProcessGroup | None = getattr(self._group.mesh_info, "shard_process_group", None)
-        return group
-
-    @property
     def has_hook(self) -> bool:
         """True if an all-reduce hook is installed."""
         return self._group._all_reduce_hook is not None
@@ -73,18 +69,28 @@ class ParamGroup:
         factor: float | None = self._group.gradient_divide_factor
         return factor
 
+    def units(self, dtype: torch.dtype) -> tuple[float, float]:
+        """Return the factors that gradients have (in the reduce-scatter, in all-reduce hooks).
+
+        The second is that of the mean over the shards.
+
+        dtype: in which FSDP2 reduces; in float16 a part of its division comes before the reduction.
+        """
+        scatter, factor = self._group._reduce_scatter_process_group, self.divide_factor
+        options = self.device.type, factor, self._group.force_sum_reduction_for_comms
+        before, _, op, _ = _get_gradient_divide_factors(scatter, self.replicate_group, dtype, *options)
+        unit, size = 1 / (before or 1.0), scatter.size()
+        if size > 1 and op == dist.ReduceOp.AVG:
+            return unit, unit
+        is_divided = size == 1 or op != dist.ReduceOp.SUM
+        return unit, unit * size / ((factor or 1.0) if is_divided else 1.0)
+
     @property
     def reduce_scatter_group(self) -> dist.ProcessGroup | None:
         """The process group that reduce-scatters: shard_group or one with the same ranks."""
         if self.shard_group is None:
             return None
         group: dist.ProcessGroup = self._group._reduce_scatter_process_group
-        return group
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """The process group in which FSDP2 itself averages over replicas, as on a 2-D mesh; None without."""
-        group: dist.ProcessGroup | None = getattr(self._group.mesh_info, "replicate_process_group", None)
         return group
 
     @property

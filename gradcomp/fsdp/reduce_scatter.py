@@ -65,6 +65,7 @@ class CompressedReduceScatter:
             )
         parameters = self._param_group.reduced_whole(output_tensor)
         bucket = ShardBucket(self._index, input_tensor, parameters, output_tensor)
+        bucket.unit, _ = self._param_group.units(output_tensor.dtype)
         self._sums.average(bucket, self._param_group.replicate_group)
 
 

@@ -47,7 +47,9 @@ class AllReduceHook:
             self._kept = output.clone(), parameters
             output.zero_()
             return
-        self._replicas.average(GradBucket(self._index, output, parameters, is_last=False), shard_group)
+        bucket = GradBucket(self._index, output, parameters, is_last=False)
+        _, bucket.unit = group.units(output.dtype)
+        self._replicas.average(bucket, shard_group)
         if group.divide_factor is not None:
             # The factor divides the sum over all ranks, replicas included.
             output.mul_(self._replicas.group.size())

@@ -77,7 +77,12 @@ def as_fsdp(hook: Callable[..., Any] | None, state: Any) -> None:
     groups = []
     for index, shapes in enumerate(SHAPES):
         parameters = parameters_of(shapes)
-        fields = {"shard_group": dist.group.WORLD, "averages_now": True, "divide_factor": None}
+        fields = {
+            "units": lambda dtype: (1.0, 1.0),
+            "shard_group": dist.group.WORLD,
+            "averages_now": True,
+            "divide_factor": None,
+        }
         group = SimpleNamespace(reduced=lambda output, parameters=parameters: parameters, **fields)
         groups.append((AllReduceHook(index, group, replicas), sum(each.numel() for each in parameters)))
     for _ in range(NUM_STEPS):
@@ -101,7 +106,12 @@ def as_fsdp_shards(_: object, state: Any) -> None:
     layers = []
     for index, shapes in enumerate([*SHAPES, *SHAPES]):
         parameters = parameters_of(shapes)
-        fields = {"name": f"layer {index}", "reduce_scatter_group": group, "replicate_group": None}
+        fields = {
+            "units": lambda dtype: (1.0, 1.0),
+            "name": f"layer {index}",
+            "reduce_scatter_group": group,
+            "replicate_group": None,
+        }
         of_layer = SimpleNamespace(reduced_whole=lambda output, parameters=parameters: parameters, **fields)
         numel = sum(each.numel() for each in parameters)
         layers.append((CompressedReduceScatter(index, of_layer, sums), numel))

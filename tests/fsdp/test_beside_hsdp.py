@@ -177,7 +177,11 @@ def test_a_reduced_tensor_is_not_freed_before_it_is_averaged(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append((tensor, stream)))
     output, parameter = torch.ones(3), torch.empty(3, device="meta")
     group = SimpleNamespace(
-        reduced=lambda output: [parameter], shard_group=object(), averages_now=True, divide_factor=None
+        reduced=lambda output: [parameter],
+        units=lambda dtype: (1.0, 1.0),
+        shard_group=object(),
+        averages_now=True,
+        divide_factor=None,
     )
     averaging = SimpleNamespace(average=lambda bucket, shard_group: log.append("averaged"))
     AllReduceHook(0, group, averaging)(output)
