@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..comm.process_group import joined_group
 from . import checkpoint
 from .checkpoint import PROGRESS, owner_of
+from .gradient_sizes import GradientSizes
 from .parameter_states import Entries, ParameterStates
 from .settings import ConfiguredState, Settings, as_dict, logger_of
 
@@ -35,6 +36,7 @@ class SavedState(ConfiguredState):
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
         self._undoable: int | None = None  # the last step's number, if it can be taken back
+        self._sizes: GradientSizes | None = GradientSizes()  # None once judged
 
     # --- parameters ---
 
@@ -159,6 +161,8 @@ class SavedState(ConfiguredState):
             )
         if factor != 1:
             self._states.scale_errors(factor)
+        if self._sizes is not None:
+            self._sizes.scale *= factor
 
     # --- statistics ---
 
@@ -241,7 +245,7 @@ class SavedState(ConfiguredState):
                 ", ".join(texts),
             )
         self._load_checked(checked)
-        self._warn_of_another_ranks_errors()
+        warn_of_another_ranks_errors(self)
 
     @torch.inference_mode(False)
     def checked(self, state_dict: Any) -> dict[str, Any]:
@@ -304,21 +308,22 @@ class SavedState(ConfiguredState):
         copied.keep_undo = self.keep_undo
         return copied
 
-    def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup | None = None) -> None:
-        """Warn if another rank saved the loaded errors. Does nothing while this process's rank is unknown."""
-        group = group or joined_group(self.process_group)
-        if self._errors_of is None or group is None:
-            return
-        here, saved, self._errors_of = owner_of(group), self._errors_of, None
-        if here is None or saved["rank"] is None or saved == here:
-            return
-        owner, now = (f"rank {each['rank']} of {each['world_size']}" for each in (saved, here))
-        logger_of(self).warning(
-            "%s: the errors loaded on %s belong to %s. If several ranks load the same errors, these count "
-            "several times, and the other ranks' errors are lost. Save one checkpoint per rank; or one for "
-            "all, or for another world size, with consolidated_state_dict(state).",
-            *(self.algorithm, now, owner),
-        )
+
+def warn_of_another_ranks_errors(state: SavedState, group: dist.ProcessGroup | None = None) -> None:
+    """Warn if another rank saved the loaded errors. Does nothing while this process's rank is unknown."""
+    group = group or joined_group(state.process_group)
+    if state._errors_of is None or group is None:
+        return
+    here, saved, state._errors_of = owner_of(group), state._errors_of, None
+    if here is None or saved["rank"] is None or saved == here:
+        return
+    owner, now = (f"rank {each['rank']} of {each['world_size']}" for each in (saved, here))
+    logger_of(state).warning(
+        "%s: the errors loaded on %s belong to %s. If several ranks load the same errors, these count "
+        "several times, and the other ranks' errors are lost. Save one checkpoint per rank; or one for "
+        "all, or for another world size, with consolidated_state_dict(state).",
+        *(state.algorithm, now, owner),
+    )
 
 
 def _has_one_compressor(state_class: type[SavedState]) -> bool:

@@ -34,8 +34,9 @@ from ..rules import described
 from .agreement import agree
 from .announcement import UNCLAIMED, saved_bytes, warn_of_keys
 from .compressor import BucketSpec, Compressor
+from .gradient_sizes import NUM_PARTS, NUM_STEPS, PART_NUMEL
 from .parameter_states import Bucket
-from .saved_state import SavedState
+from .saved_state import SavedState, warn_of_another_ranks_errors
 from .settings import Settings, logger_of, option, setting
 
 __all__ = ["CompressorState", "Phase", "compress_hook", "option", "setting"]
@@ -191,31 +192,13 @@ class CompressorState(SavedState):
             self._report_stats()
         if phase is not None and gradient_bytes:
             if phase.name not in self._announced:
-                self._announce(phase, gradient_bytes, sent_bytes)
+                _announce(self, phase, gradient_bytes, sent_bytes)
         elif not self._announced and self.start_iter - self.iter > LONG_START:
             self._announced.add("")
             group = joined_group(self.process_group)
             say(f"{self.algorithm}: exact averages until step {self.start_iter}", group)
         self._compared = self._comparing
         self._steps.num += 1
-
-    def _announce(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
-        """Announce a phase's first compressed step.
-
-        gradient_bytes: the bytes of the step's gradients.
-        sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
-        """
-        self._announced.add(phase.name)
-        is_resumed = self._is_resumed and self.iter > self.start_iter
-        begins, on = ("continues to compress at", "") if is_resumed else ("compresses from", " on")
-        saved = saved_bytes(gradient_bytes, sent_bytes)
-        per = "rank" if self._nodes is None else f"node, between {self._nodes[1]}"
-        text = f"{phase.name} {begins} step {self.iter}{on}: {saved} per step and {per}"
-        if self._round_trip_s >= MIN_DELAY_S:
-            text += f"; a message and its answer take {self._round_trip_s * 1e3:.0f} ms"
-        say(text, joined_group(self.process_group))
-        if sent_bytes >= gradient_bytes:
-            logger_of(self).warning("%s saves no bytes%s.", phase.name, self._why_nothing_is_saved())
 
     def _why_nothing_is_saved(self) -> str:
         """Return words that go on after "saves no bytes", with the likely cause."""
@@ -261,7 +244,7 @@ class CompressorState(SavedState):
             future = self._average_plainly(hook_name, bucket, group)
         else:
             if self._errors_of is not None:
-                self._warn_of_another_ranks_errors(group)
+                warn_of_another_ranks_errors(self, group)
             future = self._average_compressed(hook_name, bucket, group, phase, own)
         if phase.warms_up and not own.is_warmed_up:
             own.is_warmed_up = True
@@ -287,13 +270,22 @@ class CompressorState(SavedState):
         buffer, step = bucket.buffer(), self._steps.num
         if own.made_for != (phase.compressor, buffer.device, phase.is_flat):
             self._make_compressor(bucket, phase, own)
-        compressor = own.compressor
+        compressor, sizes = own.compressor, self._sizes
         assert compressor is not None
+        if sizes is not None and self._steps.num_buckets == 1 and not self._discards_step:
+            if sizes.num_steps < NUM_STEPS:
+                norms = sizes.allocated(buffer.device) if sizes.norms is None else sizes.norms
+                stride, wide = buffer.numel() // NUM_PARTS, torch.promote_types(buffer.dtype, torch.float32)
+                parts = buffer.as_strided((NUM_PARTS, min(stride, PART_NUMEL)), (stride, 1))
+                norms[sizes.num_steps] = torch.linalg.vector_norm(parts, dim=1, dtype=wide) / sizes.scale
+                sizes.num_steps += 1
+            elif sizes.is_judged(self):
+                self._sizes = None
         if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
         else:
             # The next step's seed: a compressor ends a step by choosing the next step's random projections.
-            seed, discards = self._seed(own, step + 1), self._discards_step
+            seed, discards = _seed(self._settings.random_seed, step + 1, own.index), self._discards_step
             running = own.stages(bucket, group, seed, discards=discards, undoable=self._undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
@@ -310,7 +302,7 @@ class CompressorState(SavedState):
     def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket) -> None:
         """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
         assert phase.compressor is not None
-        spec = self._spec(bucket, phase, own, self._seed(own, self._steps.num))
+        spec = self._spec(bucket, phase, own, _seed(self._settings.random_seed, self._steps.num, own.index))
         lost = self._states.make_compressor(own, phase.compressor, spec)
         warn_of_keys(self, "the checkpoint has other shapes of %s, whose errors start at zero", lost)
         own.made_for = (phase.compressor, spec.device, phase.is_flat)
@@ -325,10 +317,6 @@ class CompressorState(SavedState):
             is_shard=isinstance(bucket, ShardBucket),
             **({**self._ranks, "ranks_per_node": 1} if phase.is_flat else self._ranks),
         )
-
-    def _seed(self, own: Bucket, step: int) -> int:
-        """Return the seed for a bucket's random choices in a step, the same on every rank."""
-        return (self._settings.random_seed * 1_000_003 + step * 8_191 + own.index) % 2**63
 
     def _compare(
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
@@ -378,6 +366,30 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
     if not isinstance(state, CompressorState):
         raise TypeError(f"compress_hook takes a CompressorState as its state, got {described(state)}")
     return state.average("compress_hook", bucket)
+
+
+def _announce(state: CompressorState, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
+    """Announce a phase's first compressed step.
+
+    gradient_bytes: the bytes of the step's gradients.
+    sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
+    """
+    state._announced.add(phase.name)
+    is_resumed = state._is_resumed and state.iter > state.start_iter
+    begins, on = ("continues to compress at", "") if is_resumed else ("compresses from", " on")
+    saved = saved_bytes(gradient_bytes, sent_bytes)
+    per = "rank" if state._nodes is None else f"node, between {state._nodes[1]}"
+    text = f"{phase.name} {begins} step {state.iter}{on}: {saved} per step and {per}"
+    if state._round_trip_s >= MIN_DELAY_S:
+        text += f"; a message and its answer take {state._round_trip_s * 1e3:.0f} ms"
+    say(text, joined_group(state.process_group))
+    if sent_bytes >= gradient_bytes:
+        logger_of(state).warning("%s saves no bytes%s.", phase.name, state._why_nothing_is_saved())
+
+
+def _seed(random_seed: int, step: int, bucket_index: int) -> int:
+    """Return the seed for a bucket's random choices in a step, the same on every rank."""
+    return (random_seed * 1_000_003 + step * 8_191 + bucket_index) % 2**63
 
 
 def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:
