@@ -6,7 +6,7 @@ auto_hook's candidates, the commands plan and bench, docs/accuracy.md and the be
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -189,16 +189,9 @@ class NamedHook:
                 None, options.bits, options.block_size, start_iter=start_iter, ranks_per_node=ranks_per_node
             )
             return quantized, quantization_hook
-        power_sgd = PowerSGDState(
-            None,
-            options.matrix_approximation_rank,
-            start_iter,
-            factor_dtype=options.factor_dtype,
-            uncompressed_dtype=options.uncompressed_dtype,
-            start_bits=options.start_bits,
-            ranks_per_node=ranks_per_node,
-        )
-        return power_sgd, batched_powerSGD_hook if options.square else powerSGD_hook
+        given = asdict(options) | {"start_powerSGD_iter": start_iter, "ranks_per_node": ranks_per_node}
+        hook = batched_powerSGD_hook if given.pop("square") else powerSGD_hook
+        return PowerSGDState(None, **given), hook
 
     def register(self, averager: Any, start_iter: int, ranks_per_node: int | str = AUTO) -> None:
         """Register the hook on a model of DDP or a Reducer; nothing for "none". See state_and_hook."""
