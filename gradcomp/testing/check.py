@@ -27,27 +27,7 @@ from gradcomp.testing.workload import Workload
 
 __all__ = ["Failure", "Report", "Verdict", "check_hook"]
 
-# In the order in which they are checked: a property that explains others comes before these.
-PROPERTIES = (
-    properties.completes,
-    properties.finite_in_finite_out,
-    properties.replicas_identical,
-    properties.deterministic,
-    properties.averages,
-    properties.zero_stays_zero,
-    properties.exact_up_to_rank,
-    properties.contraction,
-    properties.error_feedback_identity,
-    properties.held_back_comes_out,
-    properties.no_error_where_exact,
-    properties.unbiased,
-    properties.scale_equivariant,
-    properties.rank_permutation,
-    properties.bucket_insensitive,
-    properties.nonfinite_seen_by_all,
-    properties.checkpoint_round_trip,
-    properties.bounded_memory,
-)
+PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
 PHASES = (Phase.generate, Phase.shrink)
 REPEATED = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet, phases=PHASES)
 _Show = Callable[[str], None]

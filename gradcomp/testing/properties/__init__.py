@@ -35,27 +35,25 @@ from gradcomp.testing.properties.robustness import (
     replicas_identical,
     scale_equivariant,
 )
-from gradcomp.testing.properties.subject import NonFiniteFailure, PropertyFailure
 
-__all__ = [
-    "NonFiniteFailure",
-    "PropertyFailure",
-    "averages",
-    "bounded_memory",
-    "bucket_insensitive",
-    "checkpoint_round_trip",
+# In the order in which they are checked: a property that explains others comes before these.
+__all__ = [  # noqa: RUF022
     "completes",
-    "contraction",
-    "deterministic",
-    "error_feedback_identity",
-    "exact_up_to_rank",
     "finite_in_finite_out",
+    "replicas_identical",
+    "deterministic",
+    "averages",
+    "zero_stays_zero",
+    "exact_up_to_rank",
+    "contraction",
+    "error_feedback_identity",
     "held_back_comes_out",
     "no_error_where_exact",
-    "nonfinite_seen_by_all",
-    "rank_permutation",
-    "replicas_identical",
-    "scale_equivariant",
     "unbiased",
-    "zero_stays_zero",
+    "scale_equivariant",
+    "rank_permutation",
+    "bucket_insensitive",
+    "nonfinite_seen_by_all",
+    "checkpoint_round_trip",
+    "bounded_memory",
 ]
