@@ -49,7 +49,7 @@ def compile_kernels(
     arithmetic: PowerSGDPlan's error_feedback, warm_start and epsilon.
     """
     wire_dtype, meta = wire_dtype or dtype, torch.device("meta")
-    work = PowerSGDWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
+    work = PowerSGDWork(layout, dtype.itemsize, wire_dtype.itemsize)
     bucket = PowerSGDBucket(work, dtype, wire_dtype, meta, **arithmetic)
     bucket.place(torch.empty(bucket.scratch_bytes, dtype=torch.uint8, device=meta))
     with launching_on(device):
@@ -86,7 +86,7 @@ class PowerSGDPlan:
         self.layout = layout
         self._dtype, self._device, self._feedback = dtype, device, error_feedback
         wire_dtype = wire_dtype or dtype
-        self._work = work = PowerSGDWork.of(layout, dtype.itemsize, wire_dtype.itemsize)
+        self._work = work = PowerSGDWork(layout, dtype.itemsize, wire_dtype.itemsize)
         first = work.uncompressed_start
         self.wire_numels = (first, work.p_wire_numel - first, work.q_wire_numel)
         self._bucket = PowerSGDBucket(

@@ -17,7 +17,7 @@ with zeros to 16 B, so every access can be 128 bits wide:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -104,11 +104,9 @@ def factor_tile(rank: int, block: int, itemsize: int) -> tuple[int, int]:
 class PowerSGDWork:
     """The tables and sizes of one bucket.
 
-    matrices: the compressed matrices.
-    uncompressed: (offset, numel) of every other tensor in the bucket.
-    rank: matrix_approximation_rank.
+    layout: the compressed matrices, and the other tensors of the bucket.
     itemsize: bytes of a gradient element.
-    wire_itemsize: bytes of an element on the wires, itemsize by default.
+    wire_itemsize: bytes of an element on the wires.
 
     matrix_table: one row of MATRIX_FIELDS per matrix.
     project_work, back_project_work, orthonormalize_work, reconstruct_work: one row of WORK_FIELDS per
@@ -117,22 +115,10 @@ class PowerSGDWork:
     p_wire_numel and other sizes: in elements.
     """
 
-    def __init__(
-        self,
-        matrices: Sequence[Matrix],
-        uncompressed: Sequence[tuple[int, int]],
-        *,
-        rank: int,
-        itemsize: int,
-        wire_itemsize: int | None = None,
-    ):
-        if rank < 1:
-            raise ValueError(f"rank is {rank}; it must be at least 1")
-        self.matrices = tuple(matrices)
-        self.uncompressed = tuple((offset, numel) for offset, numel in uncompressed if numel)
-        self.ranks = tuple(min(matrix.rows, matrix.cols, rank) for matrix in self.matrices)
-        self.rank = padded_rank(max(self.ranks, default=1))
-        self._itemsize, self._wire_itemsize = itemsize, wire_itemsize or itemsize
+    def __init__(self, layout: PowerSGDLayout, itemsize: int, wire_itemsize: int):
+        self.matrices, self._uncompressed = layout.matrices, layout.uncompressed
+        self.rank = padded_rank(max((matrix.rank for matrix in self.matrices), default=1))
+        self._itemsize, self._wire_itemsize = itemsize, wire_itemsize
         self.block_rows, self.block_cols = block_shape(itemsize, self.rank)
         for matrix in self.matrices:
             _validate(matrix, self.rank)
@@ -151,14 +137,6 @@ class PowerSGDWork:
         )
         self.grams_numel = len(self.orthonormalize_work) * self.rank**2
 
-    @classmethod
-    def of(cls, layout: PowerSGDLayout, itemsize: int, wire_itemsize: int | None = None) -> PowerSGDWork:
-        """Make the tables of the bucket with this layout."""
-        rank = max((matrix.rank for matrix in layout.matrices), default=1)
-        return cls(
-            layout.matrices, layout.uncompressed, rank=rank, itemsize=itemsize, wire_itemsize=wire_itemsize
-        )
-
     def fields(self, index: int) -> dict[str, int]:
         """Return a matrix's row of matrix_table, by name."""
         return dict(zip(MATRIX_FIELDS, self.matrix_table[index], strict=True))
@@ -174,34 +152,33 @@ class PowerSGDWork:
         itemsize, wire_itemsize = self._itemsize, self._wire_itemsize
         line = 128 // itemsize
         memory = p_panel = q_panel = p_wire = q_wire = random_numel = norms = 0
-        rows: list[tuple[int, ...]] = []
-        for matrix, rank in zip(self.matrices, self.ranks, strict=True):
+        # The random panels follow all panels of Q. They replace columns of Q that are zero or not finite.
+        all_q = self.rank * sum(self.num_col_blocks(each) * self.block_cols for each in self.matrices)
+        self.matrix_table: list[tuple[int, ...]] = []
+        for matrix in self.matrices:
             memory_cols = wire_stride(matrix.cols, itemsize)
             p_stride = self.num_row_blocks(matrix) * self.block_rows
             q_stride = self.num_col_blocks(matrix) * self.block_cols
             num_norms = len(self._norm_segments(matrix))
-            rows.append(
+            self.matrix_table.append(
                 (
-                    matrix.offset, matrix.rows, matrix.cols, rank, matrix.numel, memory, memory_cols,
-                    p_panel, p_stride, q_panel, q_stride, q_panel, p_wire, q_wire, random_numel,
+                    matrix.offset, matrix.rows, matrix.cols, matrix.rank, matrix.numel, memory, memory_cols,
+                    p_panel, p_stride, q_panel, q_stride, all_q + q_panel, p_wire, q_wire, random_numel,
                     norms, num_norms,
                 )
             )  # fmt: skip
             memory += -(-matrix.rows * memory_cols // line) * line
             p_panel += self.rank * p_stride
             q_panel += self.rank * q_stride
-            p_wire += wire_stride(matrix.rows, wire_itemsize) * rank
-            q_wire += wire_stride(matrix.cols, wire_itemsize) * rank
-            random_numel += matrix.cols * rank
+            p_wire += wire_stride(matrix.rows, wire_itemsize) * matrix.rank
+            q_wire += wire_stride(matrix.cols, wire_itemsize) * matrix.rank
+            random_numel += matrix.cols * matrix.rank
             norms += num_norms
-        # The random panels follow all panels of Q. They replace columns of Q that are zero or not finite.
-        random = MATRIX_FIELDS.index("random_panel")
-        self.matrix_table = [(*row[:random], row[random] + q_panel, *row[random + 1 :]) for row in rows]
         self.memory_numel = memory
         self.p_panel_numel = p_panel
-        self.q_panel_numel = 2 * q_panel
+        self.q_panel_numel = 2 * all_q
         self.uncompressed_start = p_wire
-        self.p_wire_numel = p_wire + sum(wire_stride(numel, wire_itemsize) for _, numel in self.uncompressed)
+        self.p_wire_numel = p_wire + sum(wire_stride(numel, wire_itemsize) for _, numel in self._uncompressed)
         self.q_wire_numel = q_wire
         self.num_norms = norms
 
@@ -263,7 +240,7 @@ class PowerSGDWork:
     def _copies(self) -> Iterator[tuple[int, ...]]:
         """Yield (COPY, first bucket element, first wire element, number of elements, zeros behind them)."""
         wire = self.uncompressed_start
-        for offset, numel in self.uncompressed:
+        for offset, numel in self._uncompressed:
             padded = wire_stride(numel, self._wire_itemsize)
             for start in range(0, numel, COPY_BLOCK):
                 length = min(COPY_BLOCK, numel - start)
@@ -273,8 +250,6 @@ class PowerSGDWork:
 
 
 def _validate(matrix: Matrix, rank: int) -> None:
-    if not 0 < matrix.numel <= matrix.rows * matrix.cols:
-        raise ValueError(f"{matrix}: numel must lie between 1 and rows · cols")
     # The kernels use 32-bit offsets within a tile (at most 64 rows of M) and within a factor's panel.
     if matrix.cols >= 2**31 // 64:
         raise ValueError(

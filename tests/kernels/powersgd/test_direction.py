@@ -10,7 +10,7 @@ import triton.language as tl
 from gradcomp.kernels.powersgd.random import SHORTEST_SQUARED, direction, is_kept, scale_of
 from gradcomp.kernels.powersgd.tile import SHRINK
 from gradcomp.kernels.powersgd.work import PowerSGDWork
-from gradcomp.layout import Matrix
+from gradcomp.layout import PowerSGDLayout
 from tests.depth import everyday
 from tests.kernels.powersgd.ranks import MIXED, plans_of, random_grads, step
 
@@ -48,7 +48,7 @@ def test_the_kernel_and_the_host_scale_columns_alike(unit, device):
     rank = 64
     squared = torch.zeros(rank, dtype=FP64, device=device)
     squared[: len(given)] = torch.tensor(given, dtype=FP64)
-    work = PowerSGDWork([Matrix(0, 64, 64, 64 * 64)], [], rank=rank, itemsize=4)
+    work = PowerSGDWork(PowerSGDLayout([(64, 64)], rank, 0), 4, 4)
     factor, start = torch.empty_like(squared), torch.empty(rank, dtype=torch.int64, device=device)
     _scale_kernel[(1,)](
         squared, torch.tensor(work.matrix_table, device=device), factor, start, RANK=rank, UNIT=unit

@@ -10,7 +10,7 @@ from gradcomp.kernels.powersgd import work as powersgd_work
 from gradcomp.kernels.powersgd.bucket import PowerSGDBucket, wire_factor
 from gradcomp.kernels.powersgd.orthonormalize import orthonormalize
 from gradcomp.kernels.powersgd.work import PowerSGDWork, wire_stride
-from gradcomp.layout import Matrix
+from gradcomp.layout import PowerSGDLayout
 from tests.tolerances import ORTHONORMAL, SPAN
 
 
@@ -24,9 +24,10 @@ def orthonormalized(panels: list[torch.Tensor], epsilon: float = 0.0) -> list[to
     """Launch the kernels on these n×r panels; return their orthonormal bases."""
     device, wire_dtype = panels[0].device, panels[0].dtype
     rank = max(panel.shape[1] for panel in panels)
-    matrices = [Matrix(0, len(panel), panel.shape[1], panel.numel()) for panel in panels]
-    work = PowerSGDWork(matrices, [], rank=rank, itemsize=wire_dtype.itemsize)
-    assert work.ranks == tuple(panel.shape[1] for panel in panels)
+    layout = PowerSGDLayout([panel.shape for panel in panels], rank, 0)
+    work = PowerSGDWork(layout, wire_dtype.itemsize, wire_dtype.itemsize)
+    ranks = [(matrix.rows, matrix.rank) for matrix in layout.matrices]
+    assert ranks == [panel.shape for panel in panels], "the layout has another order"
     padding = [wire_stride(len(panel), wire_dtype.itemsize) - len(panel) for panel in panels]
     columns = [
         torch.nn.functional.pad(panel.T, (0, zeros)) for panel, zeros in zip(panels, padding, strict=True)

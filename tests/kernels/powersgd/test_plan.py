@@ -208,7 +208,7 @@ def test_a_matrix_behind_2_to_the_31(device):
 def test_the_end_of_a_matrix_of_more_than_2_to_the_31_elements(device):
     """Run the last program of every walk through the matrix. It touches little of the gradient and memory."""
     n, m, r = 2**16 + 50, 2**15 + 8, 2
-    work = PowerSGDWork([Matrix(0, n, m, n * m)], [], rank=r, itemsize=2)
+    work = PowerSGDWork(PowerSGDLayout([(n, m)], r, 0), 2, 2)
     assert min(work.memory_numel, n * m) > 2**31
     kernels = ("project", "back_project", "reconstruct")
     ends = {kernel: getattr(work, f"{kernel}_work")[-1] for kernel in kernels}

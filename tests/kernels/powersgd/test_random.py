@@ -8,7 +8,7 @@ import torch
 from gradcomp.kernels.powersgd.bucket import PowerSGDBucket
 from gradcomp.kernels.powersgd.random import random_q
 from gradcomp.kernels.powersgd.work import PowerSGDWork
-from gradcomp.layout import Matrix
+from gradcomp.layout import PowerSGDLayout
 
 # Row 100 for seed 3.
 GOLDEN = [float.fromhex(x) for x in ("0x1.4d08c4p-6", "-0x1.085202p-4", "0x1.620734p-5", "0x1.28f7a2p-4")]
@@ -16,7 +16,7 @@ GOLDEN = [float.fromhex(x) for x in ("0x1.4d08c4p-6", "-0x1.085202p-4", "0x1.620
 
 def drawn(rank: int, seed: int, device: torch.device) -> torch.Tensor:
     """Return the random Q [203, rank] of a bucket's second matrix."""
-    work = PowerSGDWork([Matrix(0, 50, 64, 3200), Matrix(0, 60, 203, 60 * 203)], [], rank=rank, itemsize=4)
+    work = PowerSGDWork(PowerSGDLayout([(50, 64), (60, 203)], rank, 0), 4, 4)
     options = {"error_feedback": False, "warm_start": True, "epsilon": 0.0}
     bucket = PowerSGDBucket(work, torch.float32, torch.float32, device, **options)
     bucket.q.fill_(math.nan)

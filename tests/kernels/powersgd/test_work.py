@@ -20,12 +20,12 @@ from gradcomp.kernels.powersgd.work import (
     padded_rank,
     wire_stride,
 )
-from gradcomp.layout import Matrix, PowerSGDLayout
+from gradcomp.layout import PowerSGDLayout
 from tests.depth import everyday
 from tests.kernels.waves import MAX_WASTE, mean_wastes
 
 SHAPES = [(1, 300), (300, 1), (31, 33), (32, 64), (33, 65), (10, 5000), (5000, 10), (257, 129)]
-OTHERS = [(7, 3), (400000, 5000)]
+OTHERS = [(3,), (5000,)]
 
 
 @pytest.fixture
@@ -35,11 +35,7 @@ def few_programs(monkeypatch):
 
 
 def work_of(rank: int, itemsize: int = 4) -> PowerSGDWork:
-    matrices, offset = [], 11
-    for n, m in SHAPES:
-        matrices.append(Matrix(offset, n, m, n * m))
-        offset += n * m
-    return PowerSGDWork(matrices, OTHERS, rank=rank, itemsize=itemsize)
+    return PowerSGDWork(PowerSGDLayout([OTHERS[0], *SHAPES, OTHERS[1]], rank, 0), itemsize, itemsize)
 
 
 @pytest.mark.parametrize(("rate", "compressed"), [(0, 5), (1, 3), (3, 2), (4, 1)])
@@ -87,8 +83,7 @@ def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch)
     st.sampled_from([1, 8, 32]),
 )
 def test_every_tile_of_any_matrices_is_worked_on_once(shapes, rank):
-    matrices = [Matrix(0, rows, cols, rows * cols) for rows, cols in shapes]
-    check_every_tile_is_worked_on_once(PowerSGDWork(matrices, [], rank=rank, itemsize=4))
+    check_every_tile_is_worked_on_once(PowerSGDWork(PowerSGDLayout(shapes, rank, 0), 4, 4))
 
 
 def resident_programs(kernel: str, rank: int) -> int:
@@ -105,7 +100,7 @@ def resident_programs(kernel: str, rank: int) -> int:
 def test_programs_end_together(kernel, rank):
     @functools.cache
     def numels_of(bucket, _):
-        work = PowerSGDWork.of(PowerSGDLayout(bucket, rank, 2.0), 4)
+        work = PowerSGDWork(PowerSGDLayout(bucket, rank, 2.0), 4, 4)
         sizes = {TILES: math.prod(work.tiles[kernel]), NEXT_Q: work.block_cols * work.rank}
         rows = getattr(work, f"{kernel}_work")
         return [row[3] if row[0] == COPY else (row[4] - row[3]) * sizes[row[0]] for row in rows]
@@ -149,7 +144,7 @@ def test_wires_are_filled_once_without_gaps(rank, itemsize):
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_wires_are_padded_to_16_bytes_a_column(itemsize):
     work, padding = work_of(4, itemsize), 16 // itemsize - 1
-    factors = sum((n + m) * min(n, m, 4) for n, m in SHAPES) + sum(numel for _, numel in OTHERS)
+    factors = sum((n + m) * min(n, m, 4) for n, m in SHAPES) + sum(map(math.prod, OTHERS))
     columns = sum(2 * min(n, m, 4) for n, m in SHAPES) + len(OTHERS)
     assert factors < work.p_wire_numel + work.q_wire_numel <= factors + columns * padding
 
@@ -157,8 +152,7 @@ def test_wires_are_padded_to_16_bytes_a_column(itemsize):
 @pytest.mark.parametrize("shape", [(10, 50257), (50257, 10), (1, 10**6), (10**6, 1), (4096, 4096)])
 def test_every_aspect_ratio_stays_parallel(shape):
     """There are enough programs for all of a GPU's multiprocessors."""
-    n, m = shape
-    work = PowerSGDWork([Matrix(0, n, m, n * m)], [], rank=4, itemsize=4)
+    work = PowerSGDWork(PowerSGDLayout([shape], 4, 0), 4, 4)
     for programs in (work.project_work, work.back_project_work, work.reconstruct_work):
         assert len(programs) >= 150
 
@@ -187,7 +181,7 @@ def test_the_memory_is_the_size_of_the_gradients(itemsize):
 
 @pytest.mark.parametrize("cols", [1, 64, 50257, 10**6])
 def test_norms_fit_their_table(cols):
-    work = PowerSGDWork([Matrix(0, 2, cols, 2 * cols)], [], rank=1, itemsize=4)
+    work = PowerSGDWork(PowerSGDLayout([(2, cols)], 1, 0), 4, 4)
     assert 1 <= work.num_norms <= MAX_NORMS
 
 
@@ -197,32 +191,27 @@ def test_padded_ranks():
 
 
 def test_nothing_compressed():
-    work = PowerSGDWork([], [(0, 10), (10, 0)], rank=4, itemsize=4)
+    work = PowerSGDWork(PowerSGDLayout([(10,), (0,)], 4, 0), 4, 4)
     assert [row[0] for row in work.project_work] == [COPY]
     assert work.back_project_work == []
     assert work.p_wire_numel == 12, "padded to 16 bytes"
     assert work.q_wire_numel == work.memory_numel == work.partial_numel == work.num_walks == 0
 
 
-def test_impossible_arguments():
-    with pytest.raises(ValueError, match="rank is 0"):
-        PowerSGDWork([], [], rank=0, itemsize=4)
-    with pytest.raises(ValueError, match="numel"):
-        PowerSGDWork([Matrix(0, 2, 3, 7)], [], rank=1, itemsize=4)
-    with pytest.raises(ValueError, match="columns"):
-        PowerSGDWork([Matrix(0, 1, 2**26, 2**26)], [], rank=1, itemsize=4)
-    with pytest.raises(ValueError, match="factors of rank 32"):
-        PowerSGDWork([Matrix(0, 2**26, 20, 20 * 2**26)], [], rank=20, itemsize=4)
+@pytest.mark.parametrize(
+    ("shape", "rank", "message"), [((1, 2**26), 1, "columns"), ((2**26, 20), 20, "factors of rank 32")]
+)
+def test_matrices_that_are_too_large(shape, rank, message):
+    with pytest.raises(ValueError, match=message):
+        PowerSGDWork(PowerSGDLayout([shape], rank, 0), 4, 4)
 
 
 def test_the_layout_and_its_work_agree():
-    """They agree on each matrix's rank, and on the wires' lengths and where uncompressed tensors start."""
+    """They agree on the wires' lengths and on where uncompressed tensors start."""
     layout = PowerSGDLayout([(31, 33), (7,), (4, 300), (65, 2, 3), (31, 33)], 4, 0.5)
     assert [matrix.rank for matrix in layout.matrices] == [4, 4, 4, 4]
-    work = PowerSGDWork.of(layout, 4)
-    assert work.ranks == tuple(matrix.rank for matrix in layout.matrices)
+    work = PowerSGDWork(layout, 4, 4)
     # Columns and uncompressed tensors are padded to multiples of 4: P has 31, 4 or 65 rows, Q 33, 300 or 6.
     assert work.p_wire_numel == layout.wire_numel + 4 * (1 + 0 + 3 + 1) + 1
     assert work.q_wire_numel == layout.q_numel + 4 * (3 + 0 + 2 + 3)
     assert work.uncompressed_start == layout.p_numel + 4 * (1 + 0 + 3 + 1)
-    assert work.uncompressed == layout.uncompressed
