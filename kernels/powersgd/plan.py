@@ -20,41 +20,14 @@ from .tile import SHRINK
 from .work import PowerSGDWork, wire_stride
 
 
-class PowerSGDStages:
-    """The stages of a step on a bucket that has been placed in a scratch."""
-
-    def __init__(self, bucket: PowerSGDBucket):
-        bases = orthonormalize(bucket)
-        self.project = Stage(project(bucket))
-        self.orthonormalize = Stage(bases)
-        self.back_project = Stage([*bases, *back_project(bucket)])
-        self.reconstruct = Stage([reconstruct(bucket)])
-
-    def compile(self) -> None:
-        """Compile every kernel for the current device."""
-        for stage in (self.project, self.orthonormalize, self.back_project, self.reconstruct):
-            stage.compile()
-
-
-def compile_kernels(
-    layout: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    wire_dtype: torch.dtype | None = None,
-    **arithmetic: Any,
-) -> None:
+def compile_kernels(layout: Any, dtype: torch.dtype, device: torch.device, **arithmetic: Any) -> None:
     """Compile every kernel that a PowerSGDPlan with these arguments launches, on "meta" tensors.
 
-    arithmetic: PowerSGDPlan's error_feedback, warm_start and epsilon.
+    arithmetic: PowerSGDPlan's error_feedback, warm_start, epsilon and wire_dtype.
     """
-    wire_dtype, meta = wire_dtype or dtype, torch.device("meta")
-    work = PowerSGDWork(layout, dtype.itemsize, wire_dtype.itemsize)
-    bucket = PowerSGDBucket(work, dtype, wire_dtype, meta, **arithmetic)
-    bucket.place(torch.empty(bucket.scratch_bytes, dtype=torch.uint8, device=meta))
+    plan = PowerSGDPlan(layout, dtype, torch.device("meta"), seed=0, **arithmetic)
     with launching_on(device):
-        PowerSGDStages(bucket).compile()
-        random_q(bucket).compile()
+        plan.compile()
 
 
 class PowerSGDPlan:
@@ -95,8 +68,10 @@ class PowerSGDPlan:
         )  # fmt: skip
         self._scratch: Scratch | None = None
         self._shares_scratch, self._has_taken_scratch = shares_scratch, False
-        with launching_on(device):
-            random_q(self._bucket)(seed=seed)
+        self._random_q = Stage([random_q(self._bucket)])
+        if device.type != "meta":
+            with launching_on(device):
+                self._random_q(seed=seed)
         if not shares_scratch:
             self._use(Scratch(device))
 
@@ -106,10 +81,20 @@ class PowerSGDPlan:
         self._scratch, self._scratch_memory = scratch, scratch.memory
         self._bucket.place(scratch.memory)
         self.p_wire, self.q_wire = self._bucket.p_wire, self._bucket.q_wire
-        self._stages = PowerSGDStages(self._bucket)
+        bases = orthonormalize(self._bucket)
+        self._projecting = Stage(project(self._bucket))
+        self._orthonormalizing = Stage(bases)
+        self._back_projecting = Stage([*bases, *back_project(self._bucket)])
+        self._reconstructing = Stage([reconstruct(self._bucket)])
         if has_streams(self._device):
             with launching_on(self._device):
-                self._stages.compile()
+                self.compile()
+
+    def compile(self) -> None:
+        """Compile every kernel for the current device."""
+        stages = (self._projecting, self._orthonormalizing, self._back_projecting, self._reconstructing)
+        for stage in (self._random_q, *stages):
+            stage.compile()
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire with P of the matrix with this index."""
@@ -127,24 +112,24 @@ class PowerSGDPlan:
             if scratch is not self._scratch or scratch.memory is not self._scratch_memory:
                 self._use(scratch)
         with launching_on(self._device):
-            self._stages.project(buffer=buffer, scale=scale)
+            self._projecting(buffer=buffer, scale=scale)
         for index in left_out:
             self.sent_p(index).zero_()
 
     def orthonormalize(self) -> None:
         """Set P to orthonormal bases of the panels in p_wire. Two launches."""
         with launching_on(self._device):
-            self._stages.orthonormalize()
+            self._orthonormalizing()
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """Orthonormalize P, and compute q_wire = scale · (all Mᵀ P). Three launches."""
         with launching_on(self._device):
-            self._stages.back_project(buffer=buffer, scale=scale)
+            self._back_projecting(buffer=buffer, scale=scale)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the averages of uncompressed tensors to the buffer, and keep Q. One launch."""
         with launching_on(self._device):
-            self._stages.reconstruct(buffer=buffer, seed=seed)
+            self._reconstructing(buffer=buffer, seed=seed)
         if self._has_taken_scratch:
             assert self._scratch is not None
             self._scratch.is_taken = self._has_taken_scratch = False

@@ -41,23 +41,20 @@ class QuantizedPlan:
 
         self.layout, self._device, self._feedback = layout, device, error_feedback
         self._uncompressed_dtype, self._has_own = uncompressed_dtype or dtype, num_senders is None
-        wide, world_size = torch.promote_types(dtype, torch.float32), num_senders or layout.world_size
-        only_sums = only_sums or num_senders is not None
+        self._num_payloads = num_senders or layout.world_size  # of a shard
+        self._only_sums = only_sums = only_sums or num_senders is not None
         work = QuantizedWork(
             layout, bits, dtype.itemsize, self._uncompressed_dtype.itemsize, num_multiprocessors(device)
         )
         self.payload = zeros(layout.world_size, work.payload_bytes)
-        self.received = zeros(0 if only_dequantizes else world_size, work.payload_bytes)
+        self.received = zeros(0 if only_dequantizes else self._num_payloads, work.payload_bytes)
         self.mean = zeros(0 if only_dequantizes or only_sums else work.payload_bytes)
         # The error, or without feedback this rank's own values until the sum.
         num_kept = layout.world_size if error_feedback else int(self._has_own)
         if only_dequantizes or (only_sums and self._has_own and error_feedback):
             num_kept = 0
-        self._kept = zeros(num_kept * layout.shard_numel, dtype=wide)
-        divisor, averages_dtype = world_size if divisor is None else divisor, averages_dtype or dtype
-        quantize, average, dequantize = self._launches(
-            work, dtype, wide, world_size, divisor, averages_dtype, only_sums
-        )
+        self._kept = zeros(num_kept * layout.shard_numel, dtype=torch.promote_types(dtype, torch.float32))
+        quantize, average, dequantize = self._launches(work, dtype, averages_dtype or dtype, divisor)
         self._quantizing = Stage([] if only_dequantizes else [quantize])
         self._averaging = Stage([] if only_dequantizes else [average])
         self._dequantizing = Stage([] if only_sums else [dequantize])
@@ -66,19 +63,11 @@ class QuantizedPlan:
                 self.compile()
 
     def _launches(
-        self,
-        work: QuantizedWork,
-        dtype: torch.dtype,
-        wide: torch.dtype,
-        world_size: int,
-        divisor: float,
-        averages_dtype: torch.dtype,
-        only_sums: bool,
+        self, work: QuantizedWork, dtype: torch.dtype, averages_dtype: torch.dtype, divisor: float | None
     ) -> tuple[Launch, Launch, Launch]:
-        """Return the launches that quantize, average and dequantize.
-
-        wide: the dtype of the arithmetic. world_size: the number of payloads of a shard.
-        """
+        """Return the launches that quantize, average and dequantize."""
+        wide, world_size, only_sums = self._kept.dtype, self._num_payloads, self._only_sums
+        divisor = world_size if divisor is None else divisor
         bucket, kept, rank = Slot.buffer(dtype), Slot("kept", self._kept[:0]), Slot("rank", 1000)
         received = Slot("received", torch.empty(1, dtype=self._uncompressed_dtype, device="meta"))
         bucket_work, shard_work = (

@@ -250,7 +250,7 @@ def test_two_launches_compute_the_same_bits(dtype, rank, device, monkeypatch):
         (grad,) = random_grads(plan.layout, dtype, device, 0)
         step([plan], [grad])
         results.append((plan.p_wire, plan.q_wire, grad))
-        return len(plan._stages.project._launches), len(plan._stages.back_project._launches)
+        return len(plan._projecting._launches), len(plan._back_projecting._launches)
 
     project, back_project = take_step()
     monkeypatch.setattr(tile, "is_rocm", lambda: True)
