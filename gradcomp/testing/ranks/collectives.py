@@ -26,13 +26,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradcomp.testing.ranks.scheduler import CallSite
+
+if TYPE_CHECKING:
+    from gradcomp.testing.ranks.simulation import Simulation
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -86,16 +89,6 @@ class Call:
         return sum({id(t): t.nbytes for tensors in self.sends.values() for t in tensors}.values())
 
 
-class Network(Protocol):
-    """Carries out the collectives of all ranks; see `Simulation`."""
-
-    def issue(self, group: SimulatedProcessGroup, call: Call) -> SimulatedWork: ...
-
-    def wait(self, work: SimulatedWork) -> None: ...
-
-    def new_group(self, ranks: Sequence[int]) -> SimulatedProcessGroup: ...
-
-
 class SimulatedWork(dist.Work):
     """The handle of a collective that a rank issued.
 
@@ -103,7 +96,7 @@ class SimulatedWork(dist.Work):
     site: the line that issued it.
     """
 
-    def __init__(self, network: Network, rank: int, call: Call, place: str, site: CallSite) -> None:
+    def __init__(self, network: Simulation, rank: int, call: Call, place: str, site: CallSite) -> None:
         super().__init__()
         self.rank = rank
         self.call = call
@@ -158,7 +151,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     num_issued: the number of collectives that this rank has issued so far.
     """
 
-    def __init__(self, network: Network, rank: int, ranks: Sequence[int], index: int) -> None:
+    def __init__(self, network: Simulation, rank: int, ranks: Sequence[int], index: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the form for subclasses
         self.ranks = tuple(ranks)
         self.index = index
@@ -178,8 +171,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 the name that torch calls
         return "simulated"
 
-    def _issue(self, name: str, agreed: dict[str, Any], **parts: Any) -> SimulatedWork:
-        call = Call(name, agreed, **parts)
+    def _issue(self, name: str, alike: list[Tensor], agreed: dict[str, Any], **parts: Any) -> dist.Work:
+        """Issue a call. alike: tensors with an equal dtype and equal shapes on all ranks."""
+        call = Call(name, agreed | _traits(name, alike), **parts)
         self.sent_bytes += call.sent_bytes
         return self.network.issue(self, call)
 
@@ -192,74 +186,66 @@ class SimulatedProcessGroup(dist.ProcessGroup):
             raise RuntimeError(f"{name}: invalid root rank {root} in a group of {self.size()}")
         return root
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
-        return self._all_reduce("all_reduce", tensors, opts)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> SimulatedWork:
-        return self._all_reduce("all_reduce_coalesced", tensors, opts)
-
-    def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> SimulatedWork:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None, name: str = "all_reduce") -> dist.Work:
         op = _reduction_name(name, opts, tensors)
-        agreed = {"op": op, **_traits(name, tensors)}
-        return self._issue(name, agreed, sends=self._all(tensors), value=tensors, op=op)
+        return self._issue(name, tensors, {"op": op}, sends=self._all(tensors), value=tensors, op=op)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts, "all_reduce_coalesced")
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         op, root = _reduction_name("reduce", opts, tensors), self._root("reduce", opts)
-        agreed = {"op": op, "root": root, **_traits("reduce", tensors)}
+        agreed, sends = {"op": op, "root": root}, {root: tensors}
         into: dict[str, Any] = {"op": op} if self.rank() == root else {"is_undefined": True}
-        return self._issue("reduce", agreed, sends={root: tensors}, value=tensors, **into)
+        return self._issue("reduce", tensors, agreed, sends=sends, value=tensors, **into)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         root = self._root("broadcast", opts)
-        agreed = {"root": root, **_traits("broadcast", tensors)}
         moves = {"sends": self._all(tensors)} if self.rank() == root else {"receives": {root: tensors}}
-        return self._issue("broadcast", agreed, value=tensors, **moves)
+        return self._issue("broadcast", tensors, {"root": root}, value=tensors, **moves)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
-        return self._gather("all_gather", outputs[0], inputs[0], self._all(inputs))
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._gather("all_gather", outputs[0], inputs, self._all(inputs))
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         name = "all_gather_into_tensor"
-        return self._gather(name, self._rows(name, output, input), input, self._all([input]))
+        return self._gather(name, self._rows(name, output, input), [input], self._all([input]))
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         root = self._root("gather", opts)
         mine = outputs[0] if self.rank() == root else []
-        return self._gather("gather", mine, inputs[0], {root: inputs}, root=root)
+        return self._gather("gather", mine, inputs, {root: inputs}, root=root)
 
     def _gather(
-        self, name: str, outputs: list[Tensor], input: Tensor, sends: _Tensors, **agreed: int
-    ) -> SimulatedWork:
-        traits = _traits(name, [input])
+        self, name: str, outputs: list[Tensor], inputs: list[Tensor], sends: _Tensors, **agreed: int
+    ) -> dist.Work:
         if self.rank() in sends:
-            _check_alike(name, outputs, input, self.size())
-        return self._issue(name, agreed | traits, sends=sends, receives=_by_rank(outputs), value=outputs)
+            _check_alike(name, outputs, inputs[0], self.size())
+        return self._issue(name, inputs, agreed, sends=sends, receives=_by_rank(outputs), value=outputs)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SimulatedWork:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         root = self._root("scatter", opts)
-        agreed = {"root": root, **_traits("scatter", outputs)}
         mine = inputs[0] if self.rank() == root else []
         if self.rank() == root:
             _check_alike("scatter", mine, outputs[0], self.size())
-        receives = {root: outputs}
-        return self._issue("scatter", agreed, sends=_by_rank(mine), receives=receives, value=outputs)
+        moves = {"sends": _by_rank(mine), "receives": {root: outputs}}
+        return self._issue("scatter", outputs, {"root": root}, value=outputs, **moves)
 
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> SimulatedWork:
-        return self._reduce_scatter("reduce_scatter", outputs[0], inputs[0], opts)
+    ) -> dist.Work:
+        return self._reduce_scatter("reduce_scatter", outputs, inputs[0], opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         rows = self._rows("reduce_scatter_tensor", input, output)
-        return self._reduce_scatter("reduce_scatter_tensor", output, rows, opts)
+        return self._reduce_scatter("reduce_scatter_tensor", [output], rows, opts)
 
-    def _reduce_scatter(self, name: str, output: Tensor, inputs: list[Tensor], opts: Any) -> SimulatedWork:
-        op = _reduction_name(name, opts, [output])
-        agreed = {"op": op, **_traits(name, [output])}
-        _check_alike(name, inputs, output, self.size())
-        return self._issue(name, agreed, sends=_by_rank(inputs), value=[output], op=op)
+    def _reduce_scatter(self, name: str, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+        op = _reduction_name(name, opts, outputs)
+        _check_alike(name, inputs, outputs[0], self.size())
+        return self._issue(name, outputs, {"op": op}, sends=_by_rank(inputs), value=outputs, op=op)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> SimulatedWork:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return self._all_to_all("all_to_all", outputs, inputs, outputs)
 
     def all_to_all_single(
@@ -269,14 +255,14 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         opts: Any = None,
-    ) -> SimulatedWork:
+    ) -> dist.Work:
         name = "all_to_all_single"
         outputs = self._split(name, output, output_split_sizes)
         return self._all_to_all(name, outputs, self._split(name, input, input_split_sizes), [output])
 
     def _all_to_all(
         self, name: str, outputs: list[Tensor], inputs: list[Tensor], value: list[Tensor]
-    ) -> SimulatedWork:
+    ) -> dist.Work:
         for tensors in (outputs, inputs):
             if len(tensors) != self.size():
                 raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {self.size()}")
@@ -284,10 +270,10 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         if any(_overlap(output, input) for output in outputs for input in inputs):
             raise RuntimeError(f"{name}: output and input share memory; gloo computes nonsense then")
         moves = {"sends": _by_rank(inputs), "receives": _by_rank(outputs)}
-        return self._issue(name, {"dtype": inputs[0].dtype}, value=value, **moves)
+        return self._issue(name, [], {"dtype": inputs[0].dtype}, value=value, **moves)
 
-    def barrier(self, opts: Any = None) -> SimulatedWork:
-        return self._issue("barrier", {})
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self._issue("barrier", [], {})
 
     def _rows(self, name: str, whole: Tensor, part: Tensor) -> list[Tensor]:
         """Split `whole` into W views shaped like `part`; `whole` has them concatenated or stacked."""
@@ -320,7 +306,7 @@ _COMPLEX = (torch.complex64, torch.complex128)
 
 
 def _traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """Return the dtype and shapes of a call's tensors, to compare them across ranks.
+    """Return the dtype and shapes of tensors, to compare them across ranks; {} for no tensors.
 
     Raises RuntimeError or ValueError for tensors that gloo or NCCL refuses.
     """
@@ -335,6 +321,8 @@ def _traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
         accepted = _REAL + _INTEGRAL + (() if name == "gather" else _COMPLEX)
         if tensor.dtype not in accepted:
             raise RuntimeError(f"{name}: invalid scalar type {tensor.dtype}")
+    if not tensors:
+        return {}
     shapes = [list(tensor.shape) for tensor in tensors]
     return {"dtype": tensors[0].dtype, "shape": shapes[0] if len(shapes) == 1 else shapes}
 
