@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +21,8 @@ from gradcomp.comm.nodes import AUTO
 from gradcomp.command_line import OneLineParser, hooks_named, not_negative, positive, positive_int
 
 from .group import STORE_VARIABLE, is_first_rank, is_rank, join
-from .run import dtype_of, measure, table
-from .workloads import BUILT_IN_WORKLOADS, Workload, load_workload
+from .run import measure, table
+from .workloads import BUILT_IN_WORKLOADS, load_workload
 
 INTERRUPTED = 128 + signal.SIGINT
 # So long rank 0 has to print why all ranks end. A launcher ends all of them when one has ended.
@@ -137,21 +138,15 @@ def _run_rank(parser: BenchParser, options: Any) -> None:
     """Measure as one of the ranks."""
     # Hides what hooks log of their compression: the table has every hook's results.
     logging.getLogger("gradcomp").setLevel(logging.WARNING)
-    workloads: list[Workload] = []
-
-    def prepare(device: Any) -> None:
-        workload = load_workload(options.model, device)
-        dtype_of(workload)
-        workloads.append(workload)
-
+    make_workload = partial(load_workload, options.model)
     try:
-        group = join(options.cpu, options.ranks_per_node or AUTO, prepare)
+        group, workload = join(options.cpu, options.ranks_per_node or AUTO, make_workload)
     except ValueError as error:
         parser.error(str(error))
     try:
         if group.world_size < 2:
             parser.error("one rank has nobody to communicate with: start two at least")
-        found = measure(workloads[0], group, options.hook, options.seconds, options.bucket_cap_mb)
+        found = measure(workload, group, options.hook, options.seconds, options.bucket_cap_mb)
         if group.rank == 0:
             print(table(found, options.max_loss))
             if options.out is not None:

@@ -17,6 +17,8 @@ from gradcomp.comm.nodes import Nodes, nodes_in
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.device import has_streams
 
+from .workloads import Workload
+
 TIMEOUT = timedelta(seconds=120)
 # The path of the file through which processes started by bench find each other.
 STORE_VARIABLE = "GRADCOMP_BENCH_STORE"
@@ -68,14 +70,16 @@ class Group:
         return [float(each) for each in shared]
 
 
-def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.device], object]) -> Group:
-    """Join the other ranks' process group, and prepare this rank.
+def join(
+    use_cpu: bool, ranks_per_node: int | str, make_workload: Callable[[torch.device], Workload]
+) -> tuple[Group, Workload]:
+    """Join the other ranks' process group, and make this rank's workload.
 
     use_cpu: whether to use CPUs and gloo on machines with GPUs, too.
     ranks_per_node: see QuantizationState.
-    prepare: called with this rank's device.
+    make_workload: called with this rank's device.
 
-    The backend is NCCL if every rank of a machine has a GPU of its own, else gloo. If prepare raises
+    The backend is NCCL if every rank of a machine has a GPU of its own, else gloo. If make_workload raises
     ValueError on any rank, every rank raises ValueError, with the message of the first of these ranks. Every
     rank raises ValueError, too, if the ranks don't fill the last node.
     """
@@ -96,7 +100,7 @@ def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.devi
     )
     problem = ""
     try:
-        prepare(device)
+        workload = make_workload(device)
     except ValueError as error:
         problem = str(error)
     problems = [""] * world_size
@@ -112,7 +116,7 @@ def join(use_cpu: bool, ranks_per_node: int | str, prepare: Callable[[torch.devi
         dist.destroy_process_group()
         raise ValueError(str(error)) from error
     has_nodes = nodes is not None and nodes.num_nodes > 1
-    return Group(rank, world_size, device, dist.get_backend(), nodes if has_nodes else None)
+    return Group(rank, world_size, device, dist.get_backend(), nodes if has_nodes else None), workload
 
 
 SIZES_BYTES = (2**12, 2**20, 2**22, 2**24, 2**26)

@@ -81,15 +81,6 @@ class Progress:
             print(text, end="", file=sys.stderr, flush=True)
 
 
-def dtype_of(workload: Workload) -> torch.dtype:
-    """Return the gradients' dtype. Raises ValueError for several."""
-    dtypes = {each.dtype for each in workload.parameters}
-    if len(dtypes) > 1:
-        found = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"model {workload.name!r} has parameters in {found}; they must be in one dtype")
-    return dtypes.pop()
-
-
 def measure(
     workload: Workload, group: Group, hooks: Sequence[NamedHook], seconds: float, bucket_cap_mb: float
 ) -> Measurements:
@@ -111,7 +102,7 @@ def measure(
     samples = hook_times(trainer, [NOOP, *(form.name for form in forms)], seconds, progress.show)
     progress.done()
     shapes: list[Shape] = [tuple(each.shape) for each in workload.parameters]
-    dtype = dtype_of(workload)
+    dtype = workload.parameters[0].dtype
     buckets = buckets_of(shapes, dtype.itemsize, bucket_cap_mb * 2**20)
     network = Network(
         group.world_size,

@@ -33,7 +33,7 @@ class Workload:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that have gradients."""
+        """The parameters that have gradients, all in one dtype."""
         return [each for each in self.module.parameters() if each.requires_grad]
 
 
@@ -70,7 +70,8 @@ def load_workload(name: str, device: torch.device) -> Workload:
     inputs: one input of the module's forward, a tuple of arguments, or a dict of keyword arguments.
     loss function: makes a scalar of the module's output; by default default_loss.
 
-    Raises ValueError for an unknown name, and for a callable that fails or returns anything else.
+    Raises ValueError for an unknown name, for a callable that fails or returns anything else, and for
+    parameters in several dtypes.
     """
     if name in BUILT_IN_WORKLOADS:
         made: Any = BUILT_IN_WORKLOADS[name]()
@@ -95,6 +96,10 @@ def load_workload(name: str, device: torch.device) -> Workload:
     workload = Workload(name, module.to(device), arguments, keywords, loss)
     if not workload.parameters:
         raise ValueError(f"model {name!r} has no parameter with a gradient")
+    dtypes = {each.dtype for each in workload.parameters}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"model {name!r} has parameters in {found}; they must be in one dtype")
     return workload
 
 

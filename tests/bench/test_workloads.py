@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from gradcomp.bench.run import dtype_of
 from gradcomp.bench.workloads import BUILT_IN_WORKLOADS, default_loss, load_workload
 
 CPU = torch.device("cpu")
@@ -60,18 +59,13 @@ def test_the_loss_is_the_given_one_or_the_outputs_or_a_mean_square():
         ("number", r"returned int; it must return \(module, inputs\)"),
         ("bad_loss", "returned 7 as its loss function, which isn't callable"),
         ("frozen", "has no parameter with a gradient"),
+        ("two_dtypes", r"has parameters in torch\.float32, torch\.float64; they must"),
         ("absent", "'absent' of module 'tests.bench.benchmarked' is not there"),
     ],
 )
 def test_what_is_no_workload_is_refused(function, message):
     with pytest.raises(ValueError, match=message):
         named(function)
-
-
-def test_gradients_have_one_dtype():
-    assert dtype_of(named("tiny")) == torch.float32
-    with pytest.raises(ValueError, match=r"has parameters in torch\.float32, torch\.float64; they must"):
-        dtype_of(named("two_dtypes"))
 
 
 def test_an_unknown_name_is_refused():
