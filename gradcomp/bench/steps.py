@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -56,12 +55,10 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.workload.parameters, lr=0.0, weight_decay=0.0)
 
     @contextmanager
-    def model(
-        self, register_on: Callable[[DistributedDataParallel], None]
-    ) -> Iterator[DistributedDataParallel]:
-        """Yield a new DDP model with a hook, and free the model afterwards."""
+    def model(self, hook: str) -> Iterator[DistributedDataParallel]:
+        """Yield a new DDP model with the hook of this name, and free the model afterwards."""
         model = DistributedDataParallel(self.workload.module, bucket_cap_mb=self.bucket_cap_mb)
-        register_on(model)
+        register(model, hook, self.group.ranks_per_node)
         try:
             yield model
         finally:
@@ -106,8 +103,7 @@ def hook_times(
     for index in range(NUM_ROUNDS):
         for name in names if index % 2 == 0 else reversed(names):
             progress(f"round {index + 1} of {NUM_ROUNDS}: steps with {name}")
-            add_hook = partial(register, name=name, ranks_per_node=trainer.group.ranks_per_node)
-            with trainer.model(add_hook) as model:
+            with trainer.model(name) as model:
                 samples[name] += trainer.timed_steps(model, limit_s / NUM_ROUNDS)
     return samples
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
 from typing import Literal
@@ -30,7 +29,6 @@ __all__ = ["Failure", "Report", "Verdict", "check_hook"]
 PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
 PHASES = (Phase.generate, Phase.shrink)
 REPEATED = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet, phases=PHASES)
-_Show = Callable[[str], None]
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
     "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
@@ -145,26 +143,26 @@ def check_hook(
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
     searched = [each for each in PROPERTIES if not only or each.name in only]
     subject = Subject(hook, make_state, claims, ranks, device)
-    with _progress(subject.name) as show:
-        show("inferring its claims")
+    try:
+        _show(f"{subject.name}: inferring its claims")
         try:
             drawn = Drawn(subject.claims, world_size, dtypes, device)
         except RankError as error:
             drawn = Drawn(Claims(), world_size, dtypes, device)
-            return _report_without_claims(replace(subject, given=Claims()), drawn, max_examples, show, error)
-        return _report(subject, searched, drawn, max_examples, show)
+            return _report_without_claims(replace(subject, given=Claims()), drawn, max_examples, error)
+        return _report(subject, searched, drawn, max_examples)
+    finally:
+        _show("")
 
 
-def _report(
-    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, show: _Show
-) -> Report:
+def _report(subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int) -> Report:
     report = Report(subject.name, subject.claims)
     known: list[type[AssertionError]] = []
     for position, each in enumerate(searched, 1):
         if each.unclaimed is not None and (reason := each.unclaimed(subject.claims)):
             report.verdicts[each.name] = Verdict("not claimed", note=reason)
             continue
-        search = _Search(each, subject, show, f"{position} of {len(searched)}, {each.name}", tuple(known))
+        search = _Search(each, subject, f"{position} of {len(searched)}, {each.name}", tuple(known))
         for strategy in each.workloads(drawn):
             if search.failure is None:
                 search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
@@ -188,12 +186,10 @@ def _with_multiple_of_mean(subject: Subject, failure: Failure) -> Failure:
     return replace(failure, message=failure.message + said)
 
 
-def _report_without_claims(
-    subject: Subject, drawn: Drawn, max_examples: int, show: _Show, error: RankError
-) -> Report:
+def _report_without_claims(subject: Subject, drawn: Drawn, max_examples: int, error: RankError) -> Report:
     """Report on a hook that raises `error` in the probe: check `completes` only, or raise `error`."""
     completes = PROPERTIES[0]
-    search = _Search(completes, subject, show, f"fails in the probe, {completes.name}")
+    search = _Search(completes, subject, f"fails in the probe, {completes.name}")
     search.draw(drawn.any(extra_steps=PROBED_STEPS), max(max_examples, PROBED_STEPS))
     if search.failure is None:
         raise error
@@ -206,17 +202,16 @@ def _report_without_claims(
 class _Search:
     """The search for a workload on which a property of a hook fails.
 
-    show, what: show(f"{what}, example ...") shows the progress.
+    what: the search in words, to show the progress.
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
     """
 
     searched: Property
     subject: Subject
-    show: _Show
     what: str
     known: tuple[type[AssertionError], ...] = ()
     failure: Failure | None = None
-    measured: float | None = None
+    measured: list[float] = field(default_factory=list)
     num_tried: int = 0
     num_examples: int = 0
     num_passed_over: int = 0
@@ -234,7 +229,7 @@ class _Search:
 
     def fails(self, workload: Workload) -> bool:
         self.num_tried += 1
-        self.show(f"{self.what}, example {self.num_tried}")
+        _show(f"{self.subject.name}: {self.what}, example {self.num_tried}")
         try:
             measured = self.searched.measured(self.subject, workload)
         except self.known:
@@ -245,8 +240,7 @@ class _Search:
             return True
         self.num_examples += 1
         if measured is not None:
-            known = [measured] if self.measured is None else [self.measured, measured]
-            self.measured = self.searched.worst(known)
+            self.measured.append(measured)
         return False
 
     def verdict(self) -> Verdict:
@@ -255,20 +249,14 @@ class _Search:
             return Verdict("fails", note=shorten(message.splitlines()[0], 90, placeholder="…"))
         if not self.num_examples:
             return Verdict("not checked", note="no example in which the hook completes with finite averages")
-        note = self.searched.measure if self.measured is not None else ""
-        return Verdict("holds", self.measured, self.num_examples, note, self.num_passed_over)
+        measured, note = None, ""
+        if self.measured:
+            measured, note = self.searched.worst(self.measured), self.searched.measure
+        return Verdict("holds", measured, self.num_examples, note, self.num_passed_over)
 
 
-@contextmanager
-def _progress(name: str) -> Iterator[_Show]:
-    """Yield show(text), which overwrites a line on standard error if that is a terminal; clear it at last."""
-    stream, width = sys.stderr, shutil.get_terminal_size().columns - 1  # no line may wrap
-
-    def write(line: str) -> None:
-        if stream is not None and stream.isatty():
-            print(f"{line[:width]:<{width}}", end="\r", file=stream, flush=True)
-
-    try:
-        yield lambda text: write(f"{name}: {text}")
-    finally:
-        write("")
+def _show(progress: str) -> None:
+    """Overwrite a line on standard error if that is a terminal."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1  # no line may wrap
+        print(f"{progress[:width]:<{width}}", end="\r", file=sys.stderr, flush=True)

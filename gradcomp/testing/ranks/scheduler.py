@@ -77,6 +77,7 @@ class Task(threading.Thread):
     until: while the task waits, the condition for which it waits.
     waits_for: the object for which it waits, as messages name it.
     site: the line at which it waits.
+    result: the function's.
     """
 
     def __init__(self, scheduler: Scheduler, rank: int, function: Callable[[], object]) -> None:
@@ -86,6 +87,7 @@ class Task(threading.Thread):
         self.until: Callable[[], bool] | None = None
         self.waits_for: object = None
         self.site: CallSite = ()
+        self.result: object = None
         self.may_run = threading.Lock()  # the thread that ran before releases it
         self.may_run.acquire()
 
@@ -95,7 +97,7 @@ class Task(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._function()
+            self.result = self._function()
         except _Stopped:
             pass
         except BaseException as error:

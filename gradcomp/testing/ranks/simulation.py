@@ -54,9 +54,8 @@ class Simulation:
         # Collectives that some members have yet to issue: by group and place in its sequence, then by member.
         self._open: dict[tuple[tuple[int, ...], int, int], dict[int, SimulatedWork]] = {}
         self._scheduler = Scheduler(schedule, self._identity.become, self._unfinished)
-        self._results: list[Any] = [None] * world_size
-        for rank in ranks:
-            self._scheduler.add(rank, partial(self._main, function, rank, groups[rank], arguments))
+        mains = [partial(function, rank, group, *arguments) for rank, group in enumerate(groups)]
+        self._tasks = [self._scheduler.add(rank, main) for rank, main in enumerate(mains)]
 
     def run(self, timeout_s: float) -> list[Any]:
         """Run the ranks to their end, and return their results by rank. Raises RankError."""
@@ -67,10 +66,7 @@ class Simulation:
             stack.enter_context(self._identity)
             stack.enter_context(c10d.waiting_by(self._pause_for))
             self._scheduler.run(timeout_s)
-        return self._results
-
-    def _main(self, function: Callable[..., Any], rank: int, group: Any, arguments: Sequence[Any]) -> None:
-        self._results[rank] = function(rank, group, *arguments)
+        return [task.result for task in self._tasks]
 
     def issue(self, group: SimulatedProcessGroup, call: Call) -> SimulatedWork:
         """Issue the running rank's next collective in this group. Other ranks may run before it returns."""
