@@ -100,7 +100,7 @@ def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Ten
     if runs_triton(out.device):
         flatten_kernel.cast(compressed, out=out)
     else:
-        cpu.decompress(compressed.view(-1), out=out.view(-1))
+        cpu.cast(compressed.view(-1), out=out.view(-1))
     return out
 
 

@@ -29,7 +29,13 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0, overwrite:
     overwrite: True if src may be scaled in place. It is scaled only if the rounding stays the same.
     """
     if scale == 1.0:
-        out.copy_(src)
+        if torch.get_num_threads() == 1 or threading.current_thread() is threading.main_thread():
+            out.copy_(src)
+        else:
+            # A hook decompresses on a backend's thread. OpenMP gives every thread that computes in parallel
+            # its own team of threads. With more threads than CPUs, libgomp's threads wait for work without
+            # spinning, which slows down forward and backward. So this copy must not run in parallel.
+            torch._foreach_copy_(out.split(GRAIN), src.split(GRAIN))
     elif src.dtype == out.dtype:
         torch.mul(src, scale, out=out)
     elif not out.is_contiguous():
@@ -45,17 +51,6 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0, overwrite:
         for chunk, target in zip(src.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True):
             scaled = chunk if in_place else scratch[: chunk.numel()]
             target.copy_(torch.mul(chunk.to(wide), scale, out=scaled))
-
-
-def decompress(src: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Copy src to out, in out's dtype. Both are 1-D."""
-    if torch.get_num_threads() == 1 or threading.current_thread() is threading.main_thread():
-        out.copy_(src)
-    else:
-        # A hook decompresses on a backend's thread. OpenMP gives every thread that computes in parallel its
-        # own team of threads. With more threads than CPUs, libgomp's threads wait for work without spinning,
-        # which slows down forward and backward. So this copy must not run in parallel.
-        torch._foreach_copy_(out.split(GRAIN), src.split(GRAIN))
 
 
 def copy(tensors: Sequence[torch.Tensor], *, out: Sequence[torch.Tensor], scale: float = 1.0) -> None:
