@@ -16,7 +16,7 @@ import triton
 from .cpu import copy as cpu
 from .cpu import powersgd as cpu_powersgd
 from .cpu import quantize as cpu_quantize
-from .cpu.copy import scale_
+from .cpu.copy import scale_ as scale_
 from .device import has_streams
 from .kernels import flatten as flatten_kernel
 from .kernels.powersgd import plan as powersgd_kernels
@@ -25,23 +25,6 @@ from .kernels.tile import BLOCK
 
 if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, PowerSGDLayout
-
-__all__ = [
-    "PartsCopy",
-    "PowerSGDPlan",
-    "QuantizedPlan",
-    "compile_flatten",
-    "compile_powersgd",
-    "compile_quantized",
-    "compress_cast",
-    "decompress_cast",
-    "flatten",
-    "powersgd_plan",
-    "quantized_plan",
-    "runs_triton",
-    "scale_",
-    "unflatten",
-]
 
 PowerSGDPlan = powersgd_kernels.PowerSGDPlan | cpu_powersgd.PowerSGDPlan
 QuantizedPlan = quantize_kernels.QuantizedPlan | cpu_quantize.QuantizedPlan

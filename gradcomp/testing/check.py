@@ -24,8 +24,6 @@ from gradcomp.testing.run import MakeState, Ranks
 from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
-__all__ = ["Failure", "Report", "Verdict", "check_hook"]
-
 PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
 PHASES = (Phase.generate, Phase.shrink)
 REPEATED = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet, phases=PHASES)

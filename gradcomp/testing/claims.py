@@ -20,8 +20,6 @@ from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import CheckpointError, ErrorsOf, MakeState, Ranks, Run, reload, run_hook
 from gradcomp.testing.workload import Shape, Workload
 
-__all__ = ["Claims", "Tolerance", "claims_of", "unit_roundoff"]
-
 # The squared norm of 2^20 elements this large fits in float32: 2^(2·40+20) < 2^128.
 LARGEST_OF_LOSSY = 2.0**40
 # In float16: elements of factors may be up to √numel times as large as the gradient's.

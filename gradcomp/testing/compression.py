@@ -17,8 +17,6 @@ from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import MakeState, run_hook
 from gradcomp.testing.workload import RecordedWorkload, Workload
 
-__all__ = ["CompressionReport", "Quality", "compression_report"]
-
 
 @dataclass(frozen=True)
 class Quality:

@@ -19,8 +19,6 @@ from gradcomp.comm.bucket import GradBucket, Hook, result_of
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.workload import Workload
 
-__all__ = ["CheckpointError", "MakeState", "Run", "reload", "run_hook", "tensors_in"]
-
 MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]

@@ -11,8 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Poison", "RecordedWorkload", "Spectrum", "Workload"]
-
 Shape = tuple[int, ...]
 Poison = tuple[int, int, int, float]
 Spectrum = Literal["flat", "low_rank", "power_law", "clustered", "zero"]

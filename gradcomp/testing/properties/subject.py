@@ -18,8 +18,6 @@ from gradcomp.testing.run import MakeState, Ranks, Run, run_hook
 from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
-__all__ = ["NonFiniteFailure", "Property", "PropertyFailure", "Subject", "property_of"]
-
 
 @dataclass(frozen=True)
 class Subject:
