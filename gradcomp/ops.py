@@ -148,10 +148,7 @@ def unflatten(
 
 
 def compile_flatten(dtype: torch.dtype, device: torch.device, *, also_unflatten: bool) -> None:
-    """Compile the kernels that flatten, and if asked unflatten, launch; see compile_powersgd.
-
-    dtype: of the tensors and of the buffer.
-    """
+    """Compile the kernels that flatten, and if asked unflatten, launch in one dtype; see compile_powersgd."""
     if has_streams(device) and dtype in _FLOATS:
         flatten_kernel.compile_flatten(dtype, device, to_flat=True)
         if also_unflatten:

@@ -118,11 +118,7 @@ def _launch(
 
 @functools.cache
 def compile_flatten(dtype: torch.dtype, device: torch.device, *, to_flat: bool) -> None:
-    """Compile what flatten or unflatten launches, on a device with streams.
-
-    dtype: of the tensors and the flat buffer.
-    to_flat: whether for flatten.
-    """
+    """Compile what flatten (to_flat) or unflatten launches in one dtype, on a device with streams."""
     meta = torch.device("meta")
     flat, tables = torch.empty(1, dtype=dtype, device=meta), FlattenTables([(0, 0, 0, 1)], 1, meta)
     with launching_on(device):

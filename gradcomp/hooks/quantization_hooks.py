@@ -159,8 +159,7 @@ def quantization_pertensor_hook(
 
         ddp_model.register_comm_hook(None, quantization_pertensor_hook)
     """
-    _, group = checked_bucket("quantization_pertensor_hook", bucket, process_group)
-    return _average_in_8_bits("quantization_pertensor_hook", bucket, group, _largest_blocks)
+    return _average_in_8_bits("quantization_pertensor_hook", bucket, process_group, _largest_blocks)
 
 
 def quantization_perchannel_hook(
@@ -180,8 +179,7 @@ def quantization_perchannel_hook(
         ddp_model.register_comm_hook(None, quantization_perchannel_hook)
     """
     bucket_size = BLOCK_SIZE("quantization_perchannel_hook: bucket_size", bucket_size)
-    _, group = checked_bucket("quantization_perchannel_hook", bucket, process_group)
-    return _average_in_8_bits("quantization_perchannel_hook", bucket, group, lambda *_: bucket_size)
+    return _average_in_8_bits("quantization_perchannel_hook", bucket, process_group, lambda *_: bucket_size)
 
 
 def _largest_blocks(numel: int, world_size: int) -> int:
@@ -196,7 +194,7 @@ _all_reduces: KeptBuffers[FlatAllReduce] = KeptBuffers()
 
 
 def _average_in_8_bits(
-    hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, block_size_of: _BlockSize
+    hook_name: str, bucket: dist.GradBucket, process_group: Any, block_size_of: _BlockSize
 ) -> Future:
     """Average the whole bucket, cut into blocks without regard to its tensors, in 8 bits per element.
 
@@ -207,7 +205,7 @@ def _average_in_8_bits(
     The bucket's plan is kept for the next step, because making one takes long. It takes as much device memory
     as two buckets of codes, and this rank's shard of the bucket in fp32; between two ranks as three of codes.
     """
-    buffer = bucket.buffer()
+    buffer, group = checked_bucket(hook_name, bucket, process_group)
     numel, size = buffer.numel(), group.size()
     if not numel:
         return completed(buffer.device, buffer)

@@ -58,9 +58,6 @@ class ShardLayout:
 
         row 0: shard 0 of tensor 0, shard 0 of tensor 1, …    row 1: shard 1 of tensor 0, …
 
-    shapes: the tensors' shapes.
-    world_size: the number of ranks.
-
     numel: the number of elements of all tensors, without padding.
     shard_shapes: the shape of each tensor's shards, padding included.
     row_numel: the number of elements in a row.

@@ -138,13 +138,13 @@ class Claims:
 
     def exact(self, dtype: torch.dtype) -> Tolerance:
         """Return the tolerance of averages without compression in a bucket of this dtype."""
-        return _coarser(Tolerance.rounding(dtype), Tolerance.rounding(self.precision))
+        return Tolerance.rounding(max(dtype, self.precision, key=unit_roundoff))
 
     def tolerance_in(self, dtype: torch.dtype) -> Tolerance | None:
         """Return the tolerance of averages in a bucket of this dtype; None if the hook is lossy."""
         if self.tolerance is None or self.tolerance.of == "bucket":
             return self.tolerance
-        return _coarser(self.tolerance, self.exact(dtype))
+        return max(self.tolerance, self.exact(dtype), key=attrgetter("relative"))
 
     def underflow(self, workload: Workload, *indices: int) -> float:
         """Return a bound of the norm of these tensors' errors through underflow; see Tolerance.rounding."""
@@ -196,10 +196,6 @@ class Claims:
     def steps_until(self, fraction: float, numel: int) -> int:
         """Count the steps without gradients until at most this fraction of an error is left."""
         return next(steps for steps in count(1) if self.left_after(steps, numel) <= fraction)
-
-
-def _coarser(one: Tolerance, other: Tolerance) -> Tolerance:
-    return max(one, other, key=lambda each: each.relative)
 
 
 # The steps of the probe, which infers claims. Compression that starts later must be claimed.

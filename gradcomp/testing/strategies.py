@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from gradcomp.testing.claims import PROBE, Claims
-from gradcomp.testing.workload import Poison, Shape, Spectrum, Workload
+from gradcomp.testing.workload import Shape, Spectrum, Workload
 
-__all__ = ["buckets_of", "poisons", "shapes", "spectra", "workloads"]
+__all__ = ["buckets_of", "shapes", "workloads"]
 
 # Small dimensions, primes, powers of two and their neighbors.
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 64)
@@ -52,11 +52,6 @@ def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
     return of_any_size.filter(lambda shape: math.prod(shape) <= max_numel)
 
 
-def spectra() -> SearchStrategy[tuple[Spectrum, ...]]:
-    """Draw the spectra of a workload's tensors, in the order of the tensors."""
-    return st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple)
-
-
 def buckets_of(
     num_tensors: int, cuts: Sequence[bool] = (), reverse: bool = False
 ) -> tuple[tuple[int, ...], ...]:
@@ -71,11 +66,6 @@ def buckets_of(
             buckets.append([])
         buckets[-1].append(index)
     return tuple(map(tuple, buckets))
-
-
-def poisons(steps: SearchStrategy[int], world_size: int) -> SearchStrategy[Poison]:
-    """Draw poisons (step, rank, tensor index 0, value): the value is inf, −inf or NaN."""
-    return st.tuples(steps, st.integers(0, world_size - 1), st.just(0), st.sampled_from(NOT_FINITE))
 
 
 def workloads(
@@ -106,7 +96,7 @@ def workloads(
         "world_size": st.integers(1, 4),
         "steps": st.integers(1, 3),
         "dtype": st.just(torch.float32),
-        "spectra": spectra(),
+        "spectra": st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple),
         "rank": st.integers(1, 4),
         "log2_scale": st.lists(scale, max_size=most),
         "sparsity": st.sampled_from((0.0, 0.5, 0.9)),
@@ -170,7 +160,9 @@ class Drawn:
         return workloads(**{**defaults, **options})
 
     def poisoned(self) -> SearchStrategy[Workload]:
-        return self.any(poison=poisons(st.integers(0, self.claims.start + 1), self.world_size))
+        """Draw workloads with inf, −inf or NaN in the first tensor, in one step on one rank."""
+        step, rank = st.integers(0, self.claims.start + 1), st.integers(0, self.world_size - 1)
+        return self.any(poison=st.tuples(step, rank, st.just(0), st.sampled_from(NOT_FINITE)))
 
     def every_poison(self) -> Iterator[Workload]:
         """List workloads with inf, −inf or NaN on each rank, in a compressed matrix or the vector beside it.

@@ -78,15 +78,18 @@ class Simulation:
         members[group.rank()] = work = SimulatedWork(self, task.rank, call, place, call_site())
         first = next(iter(members.values())).call
         if (first.name, first.agreed) != (call.name, call.agreed):
-            self._scheduler.fail(_mismatch(f"ranks disagree on {work.place}", members))
+            self._fail(f"ranks disagree on {work.place}", members)
         elif len(members) == group.size():
             del self._open[key]
             works = [members[member] for member in range(group.size())]
             if problem := _shape_mismatch([work.call for work in works]):
-                self._scheduler.fail(_mismatch(f"{work.place}: {problem}", members))
+                self._fail(f"{work.place}: {problem}", members)
             self._scheduler.add_pending(partial(self._carry_out, works))
         self._scheduler.pause()
         return work
+
+    def _fail(self, problem: str, members: dict[int, SimulatedWork]) -> None:
+        self._scheduler.fail(CollectiveMismatch("\n".join([problem, *_issuers(members)])))
 
     def wait(self, work: SimulatedWork) -> None:
         """Let other ranks run until the work is done."""
@@ -181,10 +184,6 @@ def _reduce(op: str, terms: Sequence[Tensor]) -> Tensor:
     if op == "AVG":
         return total / len(terms)
     return total if len(terms) > 1 else total.clone()
-
-
-def _mismatch(problem: str, members: dict[int, SimulatedWork]) -> CollectiveMismatch:
-    return CollectiveMismatch("\n".join([problem, *_issuers(members)]))
 
 
 def _issuers(members: dict[int, SimulatedWork]) -> list[str]:
