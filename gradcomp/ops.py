@@ -360,30 +360,24 @@ def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, 
     dtypes = {tensor.dtype for tensor in tensors}
     are_alike = tuple([tensor.shape for tensor in tensors]) == layout.shapes and len(dtypes) <= 1
     if not are_alike or not {tensor.device for tensor in tensors} <= {flat.device}:
-        raise _list_error(name, tensors, layout, flat.device)
+        for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}"
+                )
+            if tensor.dtype != tensors[0].dtype:
+                raise TypeError(
+                    f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
+                    f"tensor {index} is {tensor.dtype}"
+                )
+            if tensor.device != flat.device:
+                raise _device_error(name, tensor, flat.device)
     if flat.is_complex() and not dtypes <= {flat.dtype}:
         raise TypeError(
             f"{name} converts no complex numbers: tensors are {tensors[0].dtype}, flat is {flat.dtype}"
         )
     if not flat.is_complex() and not dtypes <= set(_FLOATS):
         raise _float_error(name, tensors[0])
-
-
-def _list_error(
-    name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, device: torch.device
-) -> Exception:
-    """Return the error for the first tensor with a wrong shape, dtype or device."""
-    for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
-        if tensor.shape != shape:
-            return ValueError(f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}")
-        if tensor.dtype != tensors[0].dtype:
-            return TypeError(
-                f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
-                f"tensor {index} is {tensor.dtype}"
-            )
-        if tensor.device != device:
-            break
-    return _device_error(name, tensor, device)
 
 
 def _float_error(name: str, tensor: torch.Tensor) -> Exception:

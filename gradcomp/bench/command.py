@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -150,7 +152,7 @@ def _run_rank(parser: BenchParser, options: Any) -> None:
         if group.rank == 0:
             print(table(found, options.max_loss))
             if options.out is not None:
-                found.write(options.out)
+                options.out.write_text(json.dumps(asdict(found), indent=1) + "\n")
     except KeyboardInterrupt:
         _end_interrupted()
     finally:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import platform
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -57,9 +55,6 @@ class Measurements:
     round_trip_s: float
     link: list[LinkSample]
     hooks: list[HookTime]
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 class Progress:

@@ -31,20 +31,16 @@ SMALL, BOOST = 2.0**-100, 2.0**64
 SMALL_SCALE = 1e30
 
 
-class _Buffers(threading.local):
-    """This thread's scratch buffers, by dtype. They grow to the size of the largest chunk."""
-
-    def __init__(self) -> None:
-        self.by_dtype: dict[torch.dtype, torch.Tensor] = {}
-
-    def take(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        buffer, numel = self.by_dtype.get(dtype), shape.numel()
-        if buffer is None or buffer.numel() < numel:
-            buffer = self.by_dtype[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
-        return buffer[:numel].view(shape)
+_of_thread = threading.local()
 
 
-_buffers = _Buffers()
+def _scratch(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return this thread's scratch buffer of a dtype. It grows to the size of the largest chunk."""
+    buffer, numel = getattr(_of_thread, str(dtype), None), shape.numel()
+    if buffer is None or buffer.numel() < numel:
+        buffer = torch.empty(numel, dtype=dtype, device="cpu")
+        setattr(_of_thread, str(dtype), buffer)
+    return buffer[:numel].view(shape)
 
 
 def quantize(
@@ -81,14 +77,14 @@ def quantize(
         if is_small.any():
             boost = torch.ones_like(scale).masked_fill_(is_small, BOOST)
             inverse = torch.where(is_small, (scale * boost).reciprocal_(), inverse)
-    decoded = torch.mul(values, inverse, out=_buffers.take(values.shape, values.dtype))
+    decoded = torch.mul(values, inverse, out=_scratch(values.shape, values.dtype))
     if boost is not None:
         decoded *= boost
     signed = codes.view(torch.int8)
     if bits == 8:
         signed.copy_(decoded.round_())
     else:
-        each = _buffers.take(values.shape, torch.int8).copy_(decoded.round_())
+        each = _scratch(values.shape, torch.int8).copy_(decoded.round_())
         pairs = each.bitwise_and_(15).view(torch.int16)
         signed.copy_((pairs >> 4).bitwise_or_(pairs))
     if largest * LARGEST_CODE[bits] <= top:
@@ -152,7 +148,7 @@ def dequantize(
     add: True to add to out instead.
     """
     limit = None if top is None else top * factor
-    decoded = _buffers.take(out.shape, out.dtype) if add else out
+    decoded = _scratch(out.shape, out.dtype) if add else out
     if bits == 8:
         decoded.copy_(codes.view(torch.int8))
     else:

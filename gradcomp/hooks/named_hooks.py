@@ -158,13 +158,6 @@ class NamedHook:
             return self.options.factor_dtype
         return self.options.uncompressed_dtype
 
-    def has_hierarchical_form(self, *, is_gloo: bool) -> bool:
-        """Return whether the hook can be hierarchical on a backend.
-
-        On NCCL, buckets that aren't codes are all-reduced in rings, which go node by node already.
-        """
-        return is_gloo or self.has_codes
-
     @property
     def flat_name(self) -> str:
         """The name of this hook's flat form."""
@@ -217,6 +210,7 @@ class NamedHook:
 def forms_of(hooks: Iterable[NamedHook], *, has_nodes: bool, is_gloo: bool) -> Iterator[NamedHook]:
     """Yield hooks. If has_nodes, each is preceded by its hierarchical form, if it has one."""
     for hook in hooks:
-        if has_nodes and hook.has_hierarchical_form(is_gloo=is_gloo):
+        # On NCCL, buckets that aren't codes are all-reduced in rings, which go node by node already.
+        if has_nodes and (is_gloo or hook.has_codes):
             yield hook.hierarchical()
         yield hook

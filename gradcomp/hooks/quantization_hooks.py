@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 LARGEST_BLOCK = 1024  # elements in quantization_pertensor_hook's longest blocks
-_BlockSize = Callable[[int, int], int]  # (elements of the bucket, number of shards) → elements of a block
 ALIGNMENT = 16  # quantization_pertensor_hook's block sizes are multiples of 16 elements
 
 
@@ -194,7 +193,7 @@ _all_reduces: KeptBuffers[FlatAllReduce] = KeptBuffers()
 
 
 def _average_in_8_bits(
-    hook_name: str, bucket: dist.GradBucket, process_group: Any, block_size_of: _BlockSize
+    hook_name: str, bucket: dist.GradBucket, process_group: Any, block_size_of: Callable[[int, int], int]
 ) -> Future:
     """Average the whole bucket, cut into blocks without regard to its tensors, in 8 bits per element.
 

@@ -102,7 +102,7 @@ class PowerSGDBucket:
     arrived: int32, see tile.is_adding. Zeros between launches.
     matrices, tables: int64, PowerSGDWork's matrix_table, and its rows of work by kernel.
 
-    Kept within a step, in a scratch, from `place` on:
+    Kept within a step, in scratch_bytes of a scratch, from `place` on:
 
     partial: the partial sums of P, then of Q, in p's dtype.
     p_wire, q_wire: the wires, in wire_dtype.
@@ -150,11 +150,7 @@ class PowerSGDBucket:
             (work.q_wire_numel, wire_dtype),
             (work.grams_numel, torch.float64),
         ]
-
-    @property
-    def scratch_bytes(self) -> int:
-        """The bytes that the bucket takes in a scratch."""
-        return num_bytes_of(self._scratch_parts)
+        self.scratch_bytes = num_bytes_of(self._scratch_parts)
 
     def place(self, memory: torch.Tensor) -> None:
         """Take a scratch's memory for partial sums, wires and Gram matrices."""
