@@ -49,11 +49,6 @@ def devices() -> Iterator[tuple[str, str]]:
         yield f"cuda:{index}", f"{found.name}, {architecture}, {found.total_memory / 2**30:.0f} GiB"
 
 
-def backends() -> list[str]:
-    """Return the process group backends that this torch has."""
-    return [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
-
-
 def computed_by(device_type: str) -> str:
     """Return what computes gradcomp's operations on tensors of this device type: kernels or plain torch."""
     if not ops.runs_triton(torch.device(device_type)):
@@ -68,10 +63,11 @@ def report() -> str:
     computing = {"CPU tensors": computed_by("cpu"), "CUDA tensors": computed_by("cuda")}
     if not torch.cuda.is_available():
         computing["CUDA tensors"] += ", but no CUDA device is available"
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
     sections = {
         "Versions": versions(),
         "Devices": dict(devices()),
-        "Process groups": {"backends": ", ".join(backends())},
+        "Process groups": {"backends": ", ".join(backends)},
         "Computed by": computing,
     }
     lines = []

@@ -268,7 +268,8 @@ def compile_powersgd(
     kernels is allocated on the device.
     """
     if has_streams(device):
-        powersgd_kernels.compile_kernels(layout, dtype, device, **arithmetic)
+        meta = torch.device("meta")
+        powersgd_kernels.PowerSGDPlan(layout, dtype, meta, seed=0, **arithmetic).compile(device)
 
 
 def quantized_plan(
@@ -326,7 +327,7 @@ def quantized_plan(
 def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
     """Compile the kernels that a quantized_plan with these arguments launches; see compile_powersgd."""
     if has_streams(device):
-        quantize_kernels.compile_kernels(layout, dtype, device, **options)
+        quantize_kernels.QuantizedPlan(layout, dtype, torch.device("meta"), **options).compile(device)
 
 
 # --- checks of arguments, with messages that show the bad value ---

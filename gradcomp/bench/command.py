@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, spawn
 from gradcomp.comm.nodes import AUTO
 from gradcomp.command_line import OneLineParser, hooks_named, not_negative, positive, positive_int
 
-from .group import STORE_VARIABLE, is_first_rank, is_rank, join
+from .group import STORE_VARIABLE, is_first_rank, join
 from .run import measure, table
 from .workloads import BUILT_IN_WORKLOADS, load_workload
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             f"argument --out: {options.out} can't be written: {options.out.parent} is no such folder"
         )
-    if not is_rank():
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # set by torchrun, and by run_locally
         if options.ranks is None:
             parser.error(f"there is one process only; {HOW_TO_START}")
         sys.exit(run_locally(given, options.ranks))

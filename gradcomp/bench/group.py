@@ -24,11 +24,6 @@ TIMEOUT = timedelta(seconds=120)
 STORE_VARIABLE = "GRADCOMP_BENCH_STORE"
 
 
-def is_rank() -> bool:
-    """Return whether this process is one of several ranks, started by torchrun or by bench itself."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE"))
-
-
 def is_first_rank() -> bool:
     """Return whether this process prints for all: it is rank 0, or no rank."""
     return os.environ.get("RANK", "0") == "0"

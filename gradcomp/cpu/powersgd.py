@@ -30,7 +30,6 @@ MAX_TERMS = 4
 # Up to this rank P Qᵀ is subtracted from M only when the next gradient is added, term by term. That saves two
 # passes over main memory. With more terms it is faster to subtract the product while a cache holds it.
 MAX_DEFERRED_TERMS = 2
-ALL = slice(None)
 # Products multiply P and Q by this power of two, which changes no bits. Then no sum of finite products
 # overflows in matrices of up to 65,536 rows and columns. Results near the smallest fp32 numbers lose bits.
 SHRINK = 2.0**-16
@@ -151,7 +150,7 @@ class MatrixGroup:
             for run in self.runs:
                 matrix = memory[run.stored]
                 torch.where(matrix.isfinite(), matrix, buffer[run.in_bucket], out=matrix)
-            self._multiply(buffer, ALL, self.runs)
+            self._multiply(buffer, slice(None), self.runs)
 
     def _multiply(self, buffer: torch.Tensor, chunk: slice, runs: Sequence[Run]) -> None:
         """Compute p = SHRINK · M Q for the matrices of a chunk."""

@@ -20,16 +20,6 @@ from .tile import SHRINK
 from .work import PowerSGDWork, wire_stride
 
 
-def compile_kernels(layout: Any, dtype: torch.dtype, device: torch.device, **arithmetic: Any) -> None:
-    """Compile every kernel that a PowerSGDPlan with these arguments launches, on "meta" tensors.
-
-    arithmetic: PowerSGDPlan's error_feedback, warm_start, epsilon and wire_dtype.
-    """
-    plan = PowerSGDPlan(layout, dtype, torch.device("meta"), seed=0, **arithmetic)
-    with launching_on(device):
-        plan.compile()
-
-
 class PowerSGDPlan:
     """One bucket's plan on a device that runs Triton; see ops.powersgd_plan.
 
@@ -87,18 +77,18 @@ class PowerSGDPlan:
         self._back_projecting = Stage([*bases, *back_project(self._bucket)])
         self._reconstructing = Stage([reconstruct(self._bucket)])
         if has_streams(self._device):
-            with launching_on(self._device):
-                self.compile()
+            self.compile(self._device)
 
-    def compile(self) -> None:
-        """Compile every kernel for the current device."""
+    def compile(self, device: torch.device) -> None:
+        """Compile every kernel for a device. The plan's own may be "meta"."""
         stages = (self._projecting, self._orthonormalizing, self._back_projecting, self._reconstructing)
-        for stage in (self._random_q, *stages):
-            stage.compile()
+        with launching_on(device):
+            for stage in (self._random_q, *stages):
+                stage.compile()
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire with P of the matrix with this index."""
-        matrix, start = self.layout.matrices[index], self._field(index, "p_wire")
+        matrix, start = self.layout.matrices[index], self._work.fields(index)["p_wire"]
         return self.p_wire[start : start + matrix.rank * wire_stride(matrix.rows, self.p_wire.itemsize)]
 
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
@@ -195,27 +185,23 @@ class PowerSGDPlan:
         bucket = self._bucket
         return [bucket.memory, bucket.p, bucket.q, bucket.norms]
 
-    def _field(self, index: int, name: str) -> int:
-        return self._work.fields(index)[name]
-
     def _panel(self, index: int, name: str) -> torch.Tensor:
         """Return a matrix's factor [rows or cols, rank] as a view of its panel. name: p, q or random."""
-        matrix = self.layout.matrices[index]
+        matrix, fields = self.layout.matrices[index], self._work.fields(index)
         panels, length, stride = (
-            (self._bucket.p, matrix.rows, self._field(index, "p_stride"))
+            (self._bucket.p, matrix.rows, fields["p_stride"])
             if name == "p"
-            else (self._bucket.q, matrix.cols, self._field(index, "q_stride"))
+            else (self._bucket.q, matrix.cols, fields["q_stride"])
         )
-        start = self._field(index, f"{name}_panel")
+        start = fields[f"{name}_panel"]
         return panels[start : start + self._work.rank * stride].view(-1, stride).mT[:length, : matrix.rank]
 
     def _norms(self, index: int) -> torch.Tensor:
-        first, count = (self._field(index, name) for name in ("first_norm", "num_norms"))
-        return self._bucket.norms[first : first + count]
+        fields = self._work.fields(index)
+        return self._bucket.norms[fields["first_norm"] :][: fields["num_norms"]]
 
     def _matrix(self, index: int) -> torch.Tensor:
         """Return M [rows, cols] of a matrix as a view of the memory."""
-        start, rows, cols, stride = (
-            self._field(index, name) for name in ("memory", "rows", "cols", "memory_cols")
-        )
-        return self._bucket.memory[start : start + rows * stride].view(rows, stride)[:, :cols]
+        matrix, fields = self.layout.matrices[index], self._work.fields(index)
+        memory = self._bucket.memory[fields["memory"] :][: matrix.rows * fields["memory_cols"]]
+        return memory.view(matrix.rows, -1)[:, : matrix.cols]

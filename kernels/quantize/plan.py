@@ -59,8 +59,7 @@ class QuantizedPlan:
         self._averaging = Stage([] if only_dequantizes else [average])
         self._dequantizing = Stage([] if only_sums else [dequantize])
         if has_streams(device):
-            with launching_on(device):
-                self.compile()
+            self.compile(device)
 
     def _launches(
         self, work: QuantizedWork, dtype: torch.dtype, averages_dtype: torch.dtype, divisor: float | None
@@ -115,10 +114,11 @@ class QuantizedPlan:
     def error(self, error: torch.Tensor) -> None:
         self._kept = error
 
-    def compile(self) -> None:
-        """Compile every kernel for the current device."""
-        for stage in (self._quantizing, self._averaging, self._dequantizing):
-            stage.compile()
+    def compile(self, device: torch.device) -> None:
+        """Compile every kernel for a device. The plan's own may be "meta"."""
+        with launching_on(device):
+            for stage in (self._quantizing, self._averaging, self._dequantizing):
+                stage.compile()
 
     def quantize(
         self,
@@ -163,10 +163,3 @@ class QuantizedPlan:
         """Write the means in payload, one per shard, to the bucket. One launch."""
         with launching_on(self._device):
             self._dequantizing(buffer=flat)
-
-
-def compile_kernels(layout: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
-    """Compile every kernel that a QuantizedPlan with these arguments launches, on "meta" tensors."""
-    plan = QuantizedPlan(layout, dtype, torch.device("meta"), **options)
-    with launching_on(device):
-        plan.compile()

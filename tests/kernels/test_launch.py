@@ -47,7 +47,8 @@ class Logged(logging.Handler):
 CudaLauncher.__call__ = record
 logging.getLogger("gradcomp").addHandler(Logged())
 triton.knobs.runtime.jit_post_compile_hook = lambda **_: compiled.append(1)
-powersgd_plan.compile_kernels(LAYOUT, torch.float32, DEVICE, **OPTIONS)
+meta = torch.device("meta")
+powersgd_plan.PowerSGDPlan(LAYOUT, torch.float32, meta, **OPTIONS, seed=0).compile(DEVICE)
 found = {"compiled by warm-up": len(compiled)}
 run = triton.runtime.JITFunction.run
 

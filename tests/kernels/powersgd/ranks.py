@@ -94,7 +94,7 @@ def directions_of(plan: PowerSGDPlan) -> list[torch.Tensor]:
 
 def on_wire(plan: PowerSGDPlan, index: int, factor: str) -> torch.Tensor:
     """Return a matrix's P or Q from the wire, without the wire's scale factor, in float64 on the CPU."""
-    matrix, start = plan.layout.matrices[index], plan._field(index, f"{factor}_wire")
+    matrix, start = plan.layout.matrices[index], plan._work.fields(index)[f"{factor}_wire"]
     length, wire = (matrix.rows, plan.p_wire) if factor == "p" else (matrix.cols, plan.q_wire)
     stride = wire_stride(length, wire.itemsize)
     columns = wire[start : start + matrix.rank * stride].double().cpu().view(matrix.rank, stride)
