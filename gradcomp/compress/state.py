@@ -96,6 +96,8 @@ class CompressorState(SavedState):
         ddp_model.register_comm_hook(state, compress_hook)
     """
 
+    _announces_phases = True
+
     def __init__(
         self,
         compressor: type[Compressor],
@@ -191,7 +193,7 @@ class CompressorState(SavedState):
         if phase is not None and phase.compressor is not None and self._steps.num >= self.next_stats_report:
             self._report_stats()
         if phase is not None and gradient_bytes:
-            if phase.name not in self._announced:
+            if self._announces_phases and phase.name not in self._announced:
                 _announce(self, phase, gradient_bytes, sent_bytes)
         elif not self._announced and self.start_iter - self.iter > LONG_START:
             self._announced.add("")

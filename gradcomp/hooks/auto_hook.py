@@ -109,6 +109,7 @@ class AutoState(CompressorState):
     # What any candidate keeps, PowerSGD keeps, too.
     _compressor, _options_class = PowerSGDCompressor, AutoOptions
     algorithm = "auto_hook"
+    _announces_phases = False  # it says which candidate is used
 
     candidates: tuple[str, ...] = option()
     tolerance: float = option()
@@ -345,9 +346,6 @@ class AutoState(CompressorState):
         if self._trial is not None:
             self._clock.end_step(self._trial.step)
             self._trial.step += 1
-
-    def _announce(self, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
-        """Announce nothing: _decision says what is used."""
 
     # --- checkpoints ---
 
