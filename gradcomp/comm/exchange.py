@@ -319,12 +319,11 @@ def round_trip_s(
 
     Raises ValueError on every rank if a rank's environment gives anything but a finite number of at least 0.
     """
-    if group.size() == 1 or not takes_messages(tensor, group):
-        return 0.0
-    kept = kept_of(group)
-    if _ROUND_TRIP not in kept:
-        kept[_ROUND_TRIP] = _agreed_s(group, between or group)
-    found: float = kept[_ROUND_TRIP]
+    kept, key = kept_of(group), (_ROUND_TRIP, tensor.device.type)
+    if key not in kept:
+        is_timed = group.size() > 1 and takes_messages(tensor, group)
+        kept[key] = _agreed_s(group, between or group) if is_timed else 0.0
+    found: float = kept[key]
     return found
 
 
