@@ -115,8 +115,6 @@ NOT_RUN = [
     ("docs/others_hooks.md", "expected a mean of 1.0", PRINTED),
     ("docs/others_hooks.md", "expected no exception, observed Index", PRINTED),
     ("docs/others_hooks.md", "expected [1.0, inf]", PRINTED),
-    ("docs/others_hooks.md", "hivemind.Uniform8Bit", PRINTED),
-    ("docs/others_hooks.md", "hivemind.Float16", PRINTED),
     ("docs/plan.md", "model    335,141,888", PRINTED),
     ("docs/testing.md", "top_k_hook", PRINTED),
     ("docs/testing.md", "unbiased fails for", PRINTED),
