@@ -391,6 +391,7 @@ class ParameterStates:
         A parameter that has its name, but isn't used, loses nothing; nor do errors that are all zero.
         """
         known, before = self.keys.known(), self._num_known
+        known.update(*(bucket.keys for bucket in self._buckets))  # their parameters may have been deleted
         self._num_known = len(known)
         if before != len(known):
             return []

@@ -125,7 +125,7 @@ POWER_SGD = {
 
 
 @pytest.mark.parametrize("name", POWER_SGD)
-def test_power_sgd_types_make_their_state(name):
+def test_power_sgd_types_make_their_state(name, group_of_one):
     hook, rank = POWER_SGD[name]
     model = FakeModel()
     register_ddp_comm_hook(DDPCommHookType[name], model)
@@ -133,7 +133,7 @@ def test_power_sgd_types_make_their_state(name):
     assert registered is hook
     assert (state.process_group, state.matrix_approximation_rank) == (None, rank)
     assert state.start_powerSGD_iter == 1_000
-    group = dist.ProcessGroup(0, 1)
+    group = dist.new_group([0])
     DDPCommHookType[name].value(model=model, state=group, start_powerSGD_iter=7)
     state, _ = model.registered
     assert (state.process_group, state.start_powerSGD_iter) == (group, 7)

@@ -107,14 +107,14 @@ def test_progress_that_cannot_be_is_refused(name, value):
     ],
     ids=str,
 )
-def test_a_process_group_that_is_none_is_refused(given, cause):
+def test_a_process_group_that_is_none_is_refused(given, cause, group_of_one):
     state = PowerSGDState(None)
     for attempt in (lambda: PowerSGDState(given), lambda: setattr(state, "process_group", given)):
         with pytest.raises(
             TypeError, match=f"takes a process group or None as its process_group, got .*{cause}"
         ):
             attempt()
-    group = dist.ProcessGroup(0, 1)
+    group = dist.new_group([0])
     state.process_group = group
     assert state.process_group is group is PowerSGDState(group).process_group
 
