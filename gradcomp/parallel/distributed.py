@@ -28,7 +28,6 @@ from .module import (
     group_of,
     logging_data,
     named_parameters,
-    own_buffers,
     refuse,
     require_same_buffers,
     sparse_weights,
@@ -269,9 +268,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.close()
         self._make_reducer(verify=False)
 
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return values of the construction and the buckets under torch's names, without times."""
-        return logging_data(self)
+    _get_ddp_logging_data = logging_data
 
     # --- parameters and buffers, equal on all ranks ---
 
@@ -279,7 +276,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Copy the parameters, with `buffers` also the buffers, of the group's rank src to all its ranks."""
         states = [param for _, param in named_parameters(self.module, self.parameters_to_ignore)]
         if buffers:
-            states += own_buffers(self.module, self.parameters_to_ignore)
+            states += _own_buffers(self.module, self.parameters_to_ignore)
         broadcast_coalesced(states, src, self.process_group)
 
     def _compare_buffers(self) -> None:
@@ -291,7 +288,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Copy buffers to all ranks before a forward: rank 0's; in join(), the highest rank's with input."""
         if not (self.require_forward_param_sync and self.forward_sync_buffers):
             return
-        buffers = own_buffers(self.module, self.parameters_to_ignore)
+        buffers = _own_buffers(self.module, self.parameters_to_ignore)
         if buffers or self._broadcast_buffers.kept:
             src = _highest_rank(self, has_input) if self._join_config.enable else 0
             # A forward before this one may still need them for its backward.
@@ -339,6 +336,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group_of(None, None)
         self._make_reducer(verify=False)
+
+
+def _own_buffers(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
+    """Return the buffers to synchronize, found again every time: a module may replace buffers."""
+    if ignored:
+        return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+    # Without their names, which take most of Module.buffers()'s time.
+    unique = {id(buffer): buffer for each in module.modules() for buffer in each._buffers.values()}
+    return [buffer for buffer in unique.values() if buffer is not None]
 
 
 class _WrappersReducer(Reducer):

@@ -152,15 +152,6 @@ def named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
 
 
-def own_buffers(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
-    """Return the buffers to synchronize, found again every time: a module may replace buffers."""
-    if ignored:
-        return [buffer for name, buffer in module.named_buffers() if name not in ignored]
-    # Without their names, which take most of Module.buffers()'s time.
-    unique = {id(buffer): buffer for each in module.modules() for buffer in each._buffers.values()}
-    return [buffer for buffer in unique.values() if buffer is not None]
-
-
 def described_buffers(module: nn.Module, ignored: set[str]) -> list[str]:
     named = module.named_buffers()
     return [f"{name} {list(each.shape)} {each.dtype}" for name, each in named if name not in ignored]
@@ -186,7 +177,7 @@ def require_same_buffers(
 
 
 def logging_data(ddp: Any) -> dict[str, Any]:
-    """Return values under torch's names (_get_ddp_logging_data)."""
+    """Return values of the construction and the buckets under torch's names, without times."""
     communicator = ddp.reducer.communicator
     params = communicator.params
     options = "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"

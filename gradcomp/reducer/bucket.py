@@ -240,6 +240,7 @@ class BucketCommunicator:
     Parameters are known by their indices.
     caps_bytes: the cap of the first bucket of a dtype and device, and the cap of the others.
     as_view: gradients are views of the buckets.
+    sparse: parameters with sparse gradients, which are in no bucket.
     divisor: without a hook, sums of gradients are divided by it; at first the group's size.
     """
 
@@ -250,8 +251,9 @@ class BucketCommunicator:
         group: dist.ProcessGroup,
         caps_bytes: tuple[float, float],
         as_view: bool,
+        sparse: set[int],
     ):
-        self.params, self.names = params, names
+        self.params, self.names, self.sparse = params, names, sparse
         self._group, self.caps_bytes, self.as_view = group, caps_bytes, as_view
         self.hook: tuple[Any, Hook] | None = None
         self.divisor = group.size()
@@ -270,7 +272,7 @@ class BucketCommunicator:
     @torch.no_grad()
     def build(self, order: Iterable[int]) -> None:
         """Assign the parameters, in this order, to new buckets. Gradients that are views move there."""
-        indices = list(order)
+        indices = [index for index in order if index not in self.sparse]
         params = [self.params[index] for index in indices]
         sizes = [param.numel() * param.element_size() for param in params]
         keys = [(param.dtype, param.device) for param in params]

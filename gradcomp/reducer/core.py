@@ -87,8 +87,8 @@ class Reducer:
                 raise ValueError(f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}")
         self._names, self._params, self._frozen = named_parameters(params)
         self.process_group = resolve_group("Reducer", process_group)
-        sparse = {id(param) for param in sparse_params}
-        self._sparse = {index for index, param in enumerate(self._params) if id(param) in sparse}
+        sparse_ids = {id(param) for param in sparse_params}
+        sparse = {index for index, param in enumerate(self._params) if id(param) in sparse_ids}
         self._sharing = Sharing(self._params, self._names, self.process_group)
         options = {
             "bucket_cap_mb": float(bucket_cap_mb),
@@ -97,7 +97,7 @@ class Reducer:
             "find_unused_parameters": bool(find_unused_parameters),
             "static_graph": bool(static_graph),
             "skip_all_reduce_unused_params": bool(skip_all_reduce_unused_params),
-            "sparse parameters": [self._names[index] for index in sorted(self._sparse)],
+            "sparse parameters": [self._names[index] for index in sorted(sparse)],
             "world size": self.process_group.size(),
             "number of other live Reducers with some of the parameters": len(self._sharing.others),
         }
@@ -107,10 +107,10 @@ class Reducer:
             self._agreement.verify(self._names, self._params)
         caps_bytes = first_bucket_cap_mb * MIB, bucket_cap_mb * MIB
         self.communicator = BucketCommunicator(
-            self._params, self._names, self.process_group, caps_bytes, gradient_as_bucket_view
+            self._params, self._names, self.process_group, caps_bytes, gradient_as_bucket_view, sparse
         )
         self.communicator.keep_apart(self._sharing.indices())
-        self._build(range(len(self._params) - 1, -1, -1))
+        self.communicator.build(reversed(range(len(self._params))))
         self._usage: Usage | None = None  # without one, every backward uses every parameter, once
         if static_graph or find_unused_parameters:
             regime = StaticGraph if static_graph else FindUnused
@@ -126,9 +126,6 @@ class Reducer:
         self._hooks = AccumulateGradHooks(self._params, self._names, self, Reducer._on_gradient)
         self._steps_in_backward = StepsInBackward(self._params, self._names, self._hooks.nodes)
         self._sharing.open()
-
-    def _build(self, order: Iterable[int]) -> None:
-        self.communicator.build(index for index in order if index not in self._sparse)
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Average buckets with hook(state, bucket): gradcomp's, torch's or yours. Once, before any backward.
@@ -253,7 +250,7 @@ class Reducer:
             self._sharing.require_same_ranks()
             self.communicator.keep_apart(self._sharing.indices())
         self._sharing.is_stepping = True
-        self._step = Step(self.communicator, self._usage, self._sparse, unused)
+        self._step = Step(self.communicator, self._usage, unused)
         return self._step
 
     @torch.no_grad()
@@ -311,7 +308,8 @@ class Reducer:
         if not self._is_rebuilt:
             # Once: from now on buckets follow the order in which rank 0's gradients became ready.
             self._is_rebuilt = True
-            self._build(agree_on_order(list(step.ready), self._params[0].device, self.process_group))
+            order = agree_on_order(list(step.ready), self._params[0].device, self.process_group)
+            self.communicator.build(order)
 
     @torch.no_grad()
     def join_with_zeros(self) -> None:

@@ -187,17 +187,14 @@ class Step:
     The constructor begins the step, on all ranks together.
 
     usage: None if the step uses all parameters.
-    sparse: parameters with sparse gradients, which are in no bucket.
     unused: parameters that this rank does not use in the step. They are ready from the beginning, and keep
         their gradients.
     ready: the parameters that are ready, in the order in which they became ready.
     averages: the averages under way, by bucket.
     """
 
-    def __init__(
-        self, communicator: BucketCommunicator, usage: Usage | None, sparse: set[int], unused: Iterable[int]
-    ):
-        self._communicator, self._usage, self._sparse = communicator, usage, sparse
+    def __init__(self, communicator: BucketCommunicator, usage: Usage | None, unused: Iterable[int]):
+        self._communicator, self._usage = communicator, usage
         self._params = communicator.params
         self.ready: dict[int, None] = {}
         self._num_pending = [len(bucket.indices) for bucket in communicator.buckets]  # not ready, by bucket
@@ -261,7 +258,7 @@ class Step:
                 "step, static_graph=True allows it"
             )
         self.ready[index] = None
-        if index in self._sparse:
+        if index in communicator.sparse:
             param = self._params[index]
             expected = torch.sparse_coo, param.dtype, param.device
             check_gradient(param.grad, expected, param.shape, communicator.names[index])
@@ -283,7 +280,7 @@ class Step:
         for index in kept.intersection(self._gradients_before):
             self._params[index].grad.copy_(self._gradients_before[index])  # type: ignore[union-attr]
         self.averages.clear()
-        for index in sorted(self._sparse - kept):
+        for index in sorted(self._communicator.sparse - kept):
             self._params[index].grad = average_rows(self._params[index], group)
 
     def break_off(self) -> None:
