@@ -59,28 +59,20 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
     Raises ValueError if the ranks don't fill the last node.
     """
     made: dict[int, Nodes] = kept_of(group).setdefault("nodes", {})
-    if ranks_per_node not in made:
-        require_full_nodes(ranks_per_node, group.size())
-        made[ranks_per_node] = _make_nodes(group, ranks_per_node)
-    return made[ranks_per_node]
-
-
-def require_full_nodes(ranks_per_node: int, world_size: int) -> None:
-    """Raise ValueError if world_size ranks don't fill nodes of ranks_per_node ranks."""
-    if world_size % ranks_per_node:
-        raise ValueError(
-            f"ranks_per_node is {ranks_per_node}, but {world_size} ranks don't fill such nodes: node "
-            f"{world_size // ranks_per_node} would have {world_size % ranks_per_node}. Give a number that "
-            "divides every node's ranks, or ranks_per_node=1 to average without nodes"
-        )
-
-
-def _make_nodes(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
+    if ranks_per_node in made:
+        return made[ranks_per_node]
     ranks = dist.get_process_group_ranks(group)
+    num_nodes, num_left = divmod(len(ranks), ranks_per_node)
+    if num_left:
+        raise ValueError(
+            f"ranks_per_node is {ranks_per_node}, but {len(ranks)} ranks don't fill such nodes: node "
+            f"{num_nodes} would have {num_left}. Give a number that divides every node's ranks, or "
+            "ranks_per_node=1 to average without nodes"
+        )
     nodes = [ranks[start : start + ranks_per_node] for start in range(0, len(ranks), ranks_per_node)]
     places = [list(place) for place in zip(*nodes, strict=True)]
-    within, between = (_own_group(group, lists) for lists in (nodes, places))
-    return Nodes(within, between)
+    made[ranks_per_node] = Nodes(_own_group(group, nodes), _own_group(group, places))
+    return made[ranks_per_node]
 
 
 def _own_group(group: dist.ProcessGroup, lists: list[list[int]]) -> dist.ProcessGroup:
