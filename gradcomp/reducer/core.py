@@ -280,10 +280,7 @@ class Reducer:
                 self._after_backward(is_averaged)
 
     def _after_backward(self, is_averaged: bool) -> None:
-        """Called at the end of every backward: raise RuntimeError for gradients that are not averaged.
-
-        is_averaged: whether the other gradients have been averaged.
-        """
+        """Raise RuntimeError at the end of a backward for gradients that no Reducer averages."""
         unfrozen = [param for _, param in self._frozen if param.requires_grad and param.grad is not None]
         if unfrozen:
             self._sharing.require_averaged(map(id, unfrozen), self._frozen)

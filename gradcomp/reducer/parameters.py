@@ -40,10 +40,8 @@ def named_parameters(
             f"Reducer takes parameters, or (name, parameter) pairs, got {type(params).__name__}: "
             "model.parameters() has parentheses"
         )
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
+    averaged: dict[int, tuple[str, torch.Tensor]] = {}
     frozen: list[tuple[str, torch.Tensor]] = []
-    seen: set[int] = set()
     for index, item in enumerate(params):
         name, param = item if isinstance(item, tuple) and len(item) == 2 else (f"number {index}", item)
         if not isinstance(param, torch.Tensor):
@@ -53,7 +51,7 @@ def named_parameters(
         require_plain(name, param)
         if not param.requires_grad:
             frozen.append((name, param))
-        elif id(param) not in seen:
+        elif id(param) not in averaged:
             if not param.is_leaf:
                 raise ValueError(
                     f"Reducer averages what backward accumulates, but {name} is computed from other tensors "
@@ -64,14 +62,13 @@ def named_parameters(
                     f"parameter {name} was made in torch.inference_mode(), so no backward can use it. Build "
                     "the model outside of inference mode"
                 )
-            seen.add(id(param))
-            names.append(name)
-            tensors.append(param)
-    if not tensors:
+            averaged[id(param)] = name, param
+    if not averaged:
         raise ValueError(
             "Reducer got no parameter that requires gradients. If it was given model.parameters(), that may "
             "have been used up by an optimizer: call it again"
         )
+    names, tensors = map(list, zip(*averaged.values(), strict=True))
     return names, tensors, frozen
 
 
@@ -140,17 +137,14 @@ class Agreement:
 
     def verify(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError on every rank unless all have the same parameters and options."""
-        named = zip(names, params, strict=True)
         # Buckets hold gradients in their parameters' memory order.
         shapes = [
             (name, tuple(each.shape), str(each.dtype), *(() if each.is_contiguous() else [each.stride()]))
-            for name, each in named
+            for name, each in zip(names, params, strict=True)
         ]
-        whose, advice = (
-            "the ranks have different models: what they average",
-            "Build the same model on every rank",
-        )
-        self._require_same(whose, {"parameters that require gradients": shapes}, advice)
+        whose = "the ranks have different models: what they average"
+        values = {"parameters that require gradients": shapes}
+        self._require_same(whose, values, "Build the same model on every rank")
         self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
 
     def expect(self, state: Any, hook: Any) -> None:
@@ -232,14 +226,14 @@ class Sharing:
     def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], group: dist.ProcessGroup):
         self._names, self._group = names, group
         self._index_of = {id(param): index for index, param in enumerate(params)}
-        self.others: list[tuple[weakref.ref[Sharing], set[int]]] = []
         self.is_stepping = False
         with _live_lock:
             if any(each._common(self) for each in _live):
                 # Python would free a Reducer in a cycle of garbage at a different time on each rank, so the
                 # ranks would see different Reducers.
                 gc.collect()
-            self.others = [(weakref.ref(each), common) for each in _live if (common := self._common(each))]
+            found = ((weakref.ref(each), self._common(each)) for each in _live)
+            self.others = [(other, common) for other, common in found if common]
 
     def open(self) -> None:
         """Begin sharing: the Reducer is constructed, and will average."""
