@@ -62,10 +62,10 @@ def synchronizes_buffers(
         )
     for message in messages:
         warnings.warn(message, FutureWarning, stacklevel=3)
-    at_construction = forward_sync_buffers is not None or broadcast_buffers is not False
-    if forward_sync_buffers is None:
-        return at_construction, broadcast_buffers is None or broadcast_buffers
-    return at_construction, forward_sync_buffers
+    if forward_sync_buffers is not None:
+        return True, forward_sync_buffers
+    syncs = broadcast_buffers is None or broadcast_buffers
+    return syncs, syncs
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
@@ -128,10 +128,8 @@ def check_module(
                 f"{device_ids}, output_device {output_device}, and module parameters {devices}."
             )
         return None
-    device = (
-        torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
-    )
-    return [device.index or 0]
+    (device,) = device_ids
+    return [device if isinstance(device, int) else torch.device(device).index or 0]
 
 
 def check_hook(state: Any, hook: Callable[..., Any]) -> None:
@@ -213,7 +211,7 @@ def to_device(value: Any, device: torch.device) -> Any:
         return type(value)(to_device(item, device) for item in value)
     if isinstance(value, Mapping):
         moved = {key: to_device(item, device) for key, item in value.items()}
-        return moved if isinstance(value, dict) and type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
     return value
 
 
