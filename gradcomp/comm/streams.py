@@ -54,9 +54,8 @@ def wait_for_current_stream(device: torch.device) -> None:
 
     Raises RuntimeError if the current stream is captured in a CUDA graph.
     """
-    if has_streams(device):
-        require_no_capture("gradients can't be averaged", device)
-        side_stream(device).wait_stream(torch.cuda.current_stream(device))
+    require_no_capture("gradients can't be averaged", device)
+    side_stream(device).wait_stream(torch.cuda.current_stream(device))
 
 
 def on_side_stream(device: torch.device, function: Callable[[], T]) -> T:
@@ -89,12 +88,6 @@ def mark(device: torch.device) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def wait_until(end: Any) -> None:
-    """Wait until the device has passed a mark."""
-    if isinstance(end, torch.cuda.Event):
-        end.synchronize()
 
 
 def seconds_between(first: Any, last: Any) -> float:

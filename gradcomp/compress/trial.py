@@ -142,17 +142,10 @@ class Trial:
         turn = min(self.step // self.steps_per_turn, len(self.taking_part) - 1)
         return self.choice or self.taking_part[max(turn, 0)]
 
-    @property
-    def is_round_over(self) -> bool:
-        return self.choice is None and self.step >= self.steps_per_turn * len(self.taking_part)
-
     def round_of(
         self, seconds: Mapping[int, float], waits: Mapping[int, float]
     ) -> tuple[list[float], list[float]]:
-        """Return this rank's (times of the steps of a round that count, waits), for end_round.
-
-        seconds, waits: by step.
-        """
+        """Return this rank's (times of the steps of a round that count, waits), given by step."""
         steps = range(self.steps_per_turn * len(self.taking_part))
         counted = [step for step in steps if step % self.steps_per_turn >= WARM_UP_STEPS]
         first = [step for step in counted if step < self.steps_per_turn]

@@ -243,12 +243,12 @@ class AutoState(CompressorState):
         trial = self._trial
         if trial is None:
             if self.iter >= self.start_iter:
-                self._begin_turns(self._new_trial(group, before=None))
+                self._begin_turns(self._new_trial(group))
         elif trial.choice is None:
-            if trial.is_round_over:
+            if trial.step >= trial.steps_per_turn * len(trial.taking_part):
                 self._end_round(trial, group)
         elif self.retrial_every is not None and self.iter - trial.chosen_at >= self.retrial_every:
-            self._begin_turns(self._new_trial(group, before=trial.choice))
+            self._begin_turns(self._new_trial(group))
         elif self.iter % CHECK_EVERY == 0:
             self._check_speed(trial, group)
 
@@ -264,7 +264,7 @@ class AutoState(CompressorState):
         if fault := self._clock.fault():
             raise TypeError(f"the clock of AutoState {fault}")
         self._counts_from = self.iter + min(self.start_iter, self._default_start_iter)
-        trial, now = self._trial, self._new_trial(group, None)
+        trial, now = self._trial, self._new_trial(group)
         settings = ("place", "names", "steps_per_turn", "num_rounds", "tolerance")
         if trial is not None and any(getattr(trial, name) != getattr(now, name) for name in settings):
             self._trial = None
@@ -285,10 +285,10 @@ class AutoState(CompressorState):
         has_nodes, is_gloo = self._num_ranks_per_node > 1, not has_streams(self._device)
         return _forms_of(names, has_nodes=has_nodes, is_gloo=is_gloo)
 
-    def _new_trial(self, group: dist.ProcessGroup, before: str | None) -> Trial:
+    def _new_trial(self, group: dist.ProcessGroup) -> Trial:
         options, place = self.options, (group.size(), self._num_ranks_per_node)
         settings = (options.steps_per_turn, options.rounds, options.tolerance)
-        return Trial(self._names(group.size()), place, *settings, before, chosen_at=self.iter)
+        return Trial(self._names(group.size()), place, *settings, self.choice, chosen_at=self.iter)
 
     def _end_round(self, trial: Trial, group: dist.ProcessGroup) -> None:
         """Agree with the other ranks on the round's times, and announce a choice."""
@@ -310,7 +310,8 @@ class AutoState(CompressorState):
                 )
             say(_decision(trial, self.table, self.iter), group)
             if self.recorder is not None:
-                self.recorder.add_choice(self.iter, trial.choice, self.table)
+                choice = {"step": self.iter, "choice": trial.choice, "candidates": self.table}
+                self.recorder.choices.append(choice)
 
     def _groups(self, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
         """Return the groups that choose alike: a step waits for the slowest shard, too."""
@@ -324,7 +325,7 @@ class AutoState(CompressorState):
         before = self._slow_on_ranks
         if before is not None and before.wait()[0] >= MAX_SLOW_STEPS:
             say(f"auto_hook: {MAX_SLOW_STEPS} steps in a row were slow, so the trial is repeated", group)
-            self._begin_turns(self._new_trial(group, before=trial.choice))
+            self._begin_turns(self._new_trial(group))
         else:
             what = "compare the speed of auto_hook's steps"
             self._slow_on_ranks = ReducedValues(what, [self._num_slow], self._groups(group), self._device)

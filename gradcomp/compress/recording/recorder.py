@@ -7,7 +7,7 @@ host reads them when you ask for rows. docs/recording.md has the formulas.
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +85,8 @@ class Recorder:
     def add_plain(self, step: int, index: int, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Record a bucket that is averaged without compression."""
         if step % self._every == 0:
-            self._append(self._row(step, index, buffer, group, buffer.nbytes))
-
-    def _row(
-        self, step: int, index: int, buffer: torch.Tensor, group: dist.ProcessGroup, sent_bytes: int
-    ) -> RecordedBucket:
-        return RecordedBucket(step, index, self._source(group), buffer.numel(), buffer.nbytes, sent_bytes)
+            source, numel, num_bytes = self._source(group), buffer.numel(), buffer.nbytes
+            self._append(RecordedBucket(step, index, source, numel, num_bytes, num_bytes))
 
     def _source(self, group: dist.ProcessGroup) -> Source:
         return Source(weakref.ref(group), group.rank(), group.size(), self._state.settings)
@@ -111,11 +107,14 @@ class Recorder:
         """
         if step % self._every:
             return (yield from stages)
-        sent_numel = 0 if own.compressor is None else own.compressor.sent_numel
-        row = self._row(step, index, buffer, group, sent_numel * buffer.itemsize)
-        row.is_compressed = True
+        sent_bytes = 0 if own.compressor is None else own.compressor.sent_numel * buffer.itemsize
+        row = RecordedBucket(step, index, self._source(group), buffer.numel(), buffer.nbytes, sent_bytes)
         shift = step * 8191 + index * 131
-        row.values = self._next_values(buffer.device)
+        if self._block is None or self._num_used == _BLOCK_ROWS or self._block.device != buffer.device:
+            self._block = buffer.new_empty(_BLOCK_ROWS, 3, NUM_VALUES, dtype=torch.float32)
+            self._num_used = 0
+        row.values = self._block[self._num_used]
+        self._num_used += 1
         measure(buffer, shift, out=row.values[0])
         row.marks.append(mark(buffer.device))
         result = yield from stages
@@ -135,21 +134,9 @@ class Recorder:
         self._append(row)
         return result
 
-    def _next_values(self, device: torch.device) -> torch.Tensor:
-        """Allocate a row's values, [3, NUM_VALUES]."""
-        if self._block is None or self._num_used == _BLOCK_ROWS or self._block.device != device:
-            self._block = torch.empty(_BLOCK_ROWS, 3, NUM_VALUES, dtype=torch.float32, device=device)
-            self._num_used = 0
-        self._num_used += 1
-        return self._block[self._num_used - 1]
-
     def _append(self, row: RecordedBucket) -> None:
         self.num_dropped += len(self._rows) == self._rows.maxlen
         self._rows.append(row)
-
-    def add_choice(self, step: int, choice: str, candidates: Sequence[dict[str, Any]]) -> None:
-        """Record that an AutoState has chosen a candidate; for the arguments see `choices`."""
-        self.choices.append({"step": step, "choice": choice, "candidates": list(candidates)})
 
     # --- what users call ---
 
@@ -228,10 +215,7 @@ class Recorder:
         return Header(self._name, state.algorithm, options, source.rank, source.world_size, state._is_resumed)
 
     def forget_step(self, step: int) -> None:
-        """Delete the rows of this step, if there are any, as if it had not been taken.
-
-        step: the step's number, as in `rows`. Rows that are saved or flushed already stay.
-        """
+        """Delete the step's rows, as if it had not been taken. Rows that are saved or flushed stay."""
         self._rows = deque((row for row in self._rows if row.step != step), self._rows.maxlen)
 
     def _forget(self, num_rows: int) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gradcomp.device import has_streams, send
 
 from ...comm.process_group import Explaining
-from ...comm.streams import seconds_between, wait_until
+from ...comm.streams import seconds_between
 
 # A prime, so that a matrix's rows or columns don't all fall into a few of the places.
 LENGTH = 251
@@ -104,7 +104,6 @@ class RecordedBucket:
     numel: int
     gradient_bytes: int
     sent_bytes: int
-    is_compressed: bool = False
     values: torch.Tensor | None = None
     has_error: bool = False
     marks: list[Any] = field(default_factory=list)
@@ -114,8 +113,8 @@ class RecordedBucket:
 
     def read_norms(self) -> None:
         """Copy the norms to the host. Waits until the row's values are computed."""
-        if self.marks:
-            wait_until(self.marks[-1])
+        if self.marks and isinstance(self.marks[-1], torch.cuda.Event):
+            self.marks[-1].synchronize()
         if self._norms is None and self.values is not None:
             self._norms = self.values[:, 0].tolist()
 
@@ -123,18 +122,18 @@ class RecordedBucket:
         """Return the row as a dict; see Recorder.rows(). Waits until its values are computed."""
         self.read_norms()
         gradient, average, error = self._norms or (None, None, None)
-        relative_error = self.relative_error if self.is_compressed else 0.0
-        sent = self.sent_bytes
+        is_compressed, sent = bool(self.marks), self.sent_bytes
+        relative_error = self.relative_error if is_compressed else 0.0
         return {
             "step": self.step,
             "bucket": self.bucket,
             "rank": self.source.rank,
-            "compressed": self.is_compressed,
+            "compressed": is_compressed,
             "numel": self.numel,
             "gradient_bytes": self.gradient_bytes,
             "sent_bytes": sent,
             "rate": self.gradient_bytes / sent if sent else (math.inf if self.gradient_bytes else 1.0),
-            "time_ms": seconds_between(*self.marks[:2]) * 1e3 if self.marks else None,
+            "time_ms": seconds_between(*self.marks[:2]) * 1e3 if is_compressed else None,
             "gradient_norm": gradient,
             "average_norm": average,
             "error_norm": error if self.has_error else None,
@@ -175,10 +174,7 @@ _OF_BUCKETS = ("rate", "relative_error", "energy_kept", "time_ms", *_OF_STEP)
 
 
 def step_values(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, values by name) for every step.
-
-    rows: in the order of steps.
-    """
+    """Yield (step, values by name) for every step of rows in the order of steps."""
     for step, of_step in groupby(rows, key=lambda row: int(row["step"])):
         buckets = list(of_step)
         values = {f"{PREFIX}/{name}": value for name, value in whole_step(buckets).items()}
