@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 TORCHS_PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"
 _MODULES = ("default_hooks", "powerSGD_hook", "quantization_hooks", "debugging_hooks")
@@ -51,15 +51,6 @@ def _end() -> None:
             _logger.info("%s has its own hooks again.", TORCHS_PACKAGE)
 
 
-class _Name(NamedTuple):
-    """A public name of one of torch's modules, with torch's value and gradcomp's."""
-
-    module: ModuleType
-    name: str
-    theirs: Any
-    ours: Any
-
-
 _lock = threading.Lock()
 _num_blocks = 0
 _replaced = ExitStack()  # its end restores torch's values
@@ -69,34 +60,34 @@ def _replace() -> ExitStack:
     """Replace all names, or none: after an error, the names replaced so far get torch's values back."""
     names = list(_names())
     with ExitStack() as replaced:
-        for name in names:
-            replaced.callback(_put_back, name)
-            setattr(name.module, name.name, name.ours)
-        _logger.info("%s has gradcomp's %s.", TORCHS_PACKAGE, ", ".join(name.name for name in names))
+        for module, name, theirs, ours in names:
+            replaced.callback(_put_back, module, name, theirs, ours)
+            setattr(module, name, ours)
+        _logger.info("%s has gradcomp's %s.", TORCHS_PACKAGE, ", ".join(name for _, name, *_ in names))
         return replaced.pop_all()
 
 
-def _put_back(name: _Name) -> None:
+def _put_back(module: ModuleType, name: str, theirs: Any, ours: Any) -> None:
     """Restore torch's value, unless other code has changed the name."""
-    value = getattr(name.module, name.name, None)
-    if value is name.ours:
-        setattr(name.module, name.name, name.theirs)
-    elif value is not name.theirs:
+    value = getattr(module, name, None)
+    if value is ours:
+        setattr(module, name, theirs)
+    elif value is not theirs:
         _logger.warning(
             "%s.%s stays %r, which other code has put there in a block of apply_to_torch; before the "
             "block it was %r.",
-            *(name.module.__name__, name.name, value, name.theirs),
+            *(module.__name__, name, value, theirs),
         )
 
 
-def _names() -> Iterator[_Name]:
-    """Yield the public names that a torch module shares with gradcomp's module of the same name."""
+def _names() -> Iterator[tuple[ModuleType, str, Any, Any]]:
+    """Yield (torch's module, a public name that gradcomp's module has, too, torch's value, gradcomp's)."""
     for module in _MODULES:
         torchs = importlib.import_module(f"{TORCHS_PACKAGE}.{module}")
         ours = importlib.import_module(f"gradcomp.hooks.{module}")
         for name in ours.__all__:
             if hasattr(torchs, name):
-                yield _Name(torchs, name, getattr(torchs, name), getattr(ours, name))
+                yield torchs, name, getattr(torchs, name), getattr(ours, name)
     torchs, ours = map(importlib.import_module, (TORCHS_PACKAGE, "gradcomp.hooks"))
     for name in ("DDPCommHookType", "register_ddp_comm_hook"):
-        yield _Name(torchs, name, getattr(torchs, name), getattr(ours, name))
+        yield torchs, name, getattr(torchs, name), getattr(ours, name)
