@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +23,7 @@ from gradcomp.command_line import OneLineParser, hooks_named, not_negative, posi
 
 from .group import STORE_VARIABLE, is_first_rank, join
 from .run import measure, table
-from .workloads import BUILT_IN_WORKLOADS, load_workload
+from .workloads import BUILT_IN_WORKLOADS
 
 INTERRUPTED = 128 + signal.SIGINT
 # So long rank 0 has to print why all ranks end. A launcher ends all of them when one has ended.
@@ -140,9 +139,8 @@ def _run_rank(parser: BenchParser, options: Any) -> None:
     """Measure as one of the ranks."""
     # Hides what hooks log of their compression: the table has every hook's results.
     logging.getLogger("gradcomp").setLevel(logging.WARNING)
-    make_workload = partial(load_workload, options.model)
     try:
-        group, workload = join(options.cpu, options.ranks_per_node or AUTO, make_workload)
+        group, workload = join(options.cpu, options.ranks_per_node or AUTO, options.model)
     except ValueError as error:
         parser.error(str(error))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ from gradcomp.comm.nodes import Nodes, nodes_in
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.device import has_streams
 
-from .workloads import Workload
+from .workloads import Workload, load_workload
 
 TIMEOUT = timedelta(seconds=120)
 # The path of the file through which processes started by bench find each other.
@@ -65,18 +65,16 @@ class Group:
         return [float(each) for each in shared]
 
 
-def join(
-    use_cpu: bool, ranks_per_node: int | str, make_workload: Callable[[torch.device], Workload]
-) -> tuple[Group, Workload]:
+def join(use_cpu: bool, ranks_per_node: int | str, model: str) -> tuple[Group, Workload]:
     """Join the other ranks' process group, and make this rank's workload.
 
     use_cpu: whether to use CPUs and gloo on machines with GPUs, too.
     ranks_per_node: see QuantizationState.
-    make_workload: called with this rank's device.
+    model: the name of the workload.
 
-    The backend is NCCL if every rank of a machine has a GPU of its own, else gloo. If make_workload raises
-    ValueError on any rank, every rank raises ValueError, with the message of the first of these ranks. Every
-    rank raises ValueError, too, if the ranks don't fill the last node.
+    The backend is NCCL if every rank of a machine has a GPU of its own, else gloo. If the model can't be made
+    on any rank, every rank raises ValueError, with the message of the first of these ranks. Every rank raises
+    ValueError, too, if the ranks don't fill the last node.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -95,7 +93,7 @@ def join(
     )
     problem = ""
     try:
-        workload = make_workload(device)
+        workload = load_workload(model, device)
     except ValueError as error:
         problem = str(error)
     problems = [""] * world_size

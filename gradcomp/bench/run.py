@@ -83,7 +83,6 @@ def measure(
 
     hooks: "none" among them, without NOOP. With nodes, hooks are measured flat and hierarchical.
     seconds: the time of steps with each hook.
-    bucket_cap_mb: DDP's option.
     """
     progress = Progress(group.rank == 0)
     progress.show(f"{group.world_size} ranks, {group.backend}: links")

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,10 +24,7 @@ NOOP = "noop"  # the name of a step without any communication
 
 
 def register(model: DistributedDataParallel, name: str, ranks_per_node: int) -> None:
-    """Register the hook of this name; see NamedHook.form_named. "none" stands for no hook.
-
-    ranks_per_node: for a hierarchical hook.
-    """
+    """Register the hook of this name; see NamedHook.form_named. "none" stands for no hook."""
     if name == NOOP:
         model.register_comm_hook(None, debugging_hooks.noop_hook)
     else:
@@ -42,17 +39,12 @@ NUM_ROUNDS = 3
 MIN_STEPS, MAX_STEPS = 3, 200
 
 
-@dataclass
 class Trainer:
     """Runs steps of a workload. The optimizer changes no weight, so all steps are alike."""
 
-    workload: Workload
-    group: Group
-    bucket_cap_mb: float
-    optimizer: torch.optim.Optimizer = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.workload.parameters, lr=0.0, weight_decay=0.0)
+    def __init__(self, workload: Workload, group: Group, bucket_cap_mb: float):
+        self.workload, self.group, self.bucket_cap_mb = workload, group, bucket_cap_mb
+        self.optimizer = torch.optim.AdamW(workload.parameters, lr=0.0, weight_decay=0.0)
 
     @contextmanager
     def model(self, hook: str) -> Iterator[DistributedDataParallel]:

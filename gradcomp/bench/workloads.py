@@ -18,12 +18,7 @@ VOCABULARY, SEQUENCE, BATCH = 256, 64, 4
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with the inputs of one step.
-
-    module: on its device.
-    arguments, keywords: inputs of the module's forward.
-    loss: makes a scalar of the module's output.
-    """
+    """A model on its device, the inputs of one step, and a function that makes a scalar of the output."""
 
     name: str
     module: nn.Module
