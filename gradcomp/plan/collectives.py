@@ -131,7 +131,6 @@ class Traffic:
     Backward hides a part of both times, and compressing takes time of its own.
     """
 
-    hook: str
     collective_bytes: float
     sent_bytes: float
     transfer_s: float
@@ -164,7 +163,7 @@ def traffic(
     wait_s = num_trips * network.round_trip_s
     counted = [each for each in collectives if each.group != "within"]
     handed = sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in counted)
-    return Traffic(hook.name, handed, sent_bytes, transfer_s, wait_s)
+    return Traffic(handed, sent_bytes, transfer_s, wait_s)
 
 
 @cache
@@ -178,9 +177,8 @@ def collectives_of(
     if isinstance(options, PowerSGDOptions):
         return _powersgd(options, shapes, dtype, network)
     if isinstance(options, QuantizedOptions):
-        return _quantized(
-            partial(BlockLayout, shapes, options.block_size), options.bits, dtype, None, network
-        )
+        layout_for = partial(BlockLayout, shapes, options.block_size)
+        return _quantized(layout_for, options.bits, dtype, None, network)
     numel = sum(map(math.prod, shapes))
     if hook.name == "none":  # DDP's own all-reduce, whatever the delay
         return (Collective("all-reduce", numel * dtype.itemsize),)
