@@ -20,8 +20,6 @@ from .param_groups import ParamGroup, param_groups_of
 def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
     """Return the parameter groups of a model that FSDP2 shards.
 
-    whose: the function's name, for messages.
-
     Raises TypeError for anything but a module; ValueError for a model that isn't sharded as a whole, and for
     one of replicate().
     """
@@ -52,17 +50,12 @@ def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
 
 
 def check_state(whose: str, state: CompressorState, group: dist.ProcessGroup, group_name: str) -> None:
-    """Raise ValueError for a state that has another model, or another process group.
-
-    group_name: the group's name in messages.
-    """
+    """Raise ValueError for a state that has another model, or another process group than the named one."""
     if state.has_model:
         raise ValueError(
             f"{whose}: the state averages the gradients of a model already: make one state per model"
         )
-    ranks, given = map(
-        dist.get_process_group_ranks, (group if state.process_group is None else state.process_group, group)
-    )
+    ranks, given = map(dist.get_process_group_ranks, (state.process_group or group, group))
     if ranks != given:
         raise ValueError(
             f"the state's process group has ranks {ranks}, but {group_name} has {given}: set "
@@ -74,18 +67,23 @@ def require_agreement(
     whose: str,
     groups: list[ParamGroup],
     replicate_group: dist.ProcessGroup | None,
-    values: dict[str, Any],
-    advice: str,
+    state: CompressorState | None,
 ) -> None:
-    """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and values.
+    """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and state.
 
     First the ranks of each shard mesh are compared, then the replicas, with the first comparison's errors:
     ranks that differ anywhere in the grid differ in one of the two comparisons.
 
     replicate_group: None for a model without replicas.
     """
-    device = groups[0].device
-    values = values | {
+    device, advice = groups[0].device, "Give every rank the same model, mesh and state"
+    options: dict[str, Any] | None = None
+    if state is not None:
+        options = {"algorithm": state.algorithm, "ranks_per_node": state.ranks_per_node}
+        options |= state.compared_options()
+    values: dict[str, Any] = {
+        "state": options,
+        "number of replicas": replicate_group.size() if replicate_group else 1,
         "FSDP modules": [group.name for group in groups],
         "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],
     }
@@ -142,7 +140,6 @@ class Averager:
 
     A step is a backward in which anything was reduced.
 
-    whose: the function's name in messages.
     state: None for exact averages in the buckets' dtype.
     group: the ranks between which the buckets are averaged.
     """

@@ -4,6 +4,7 @@ All private names of torch that the package uses are here, as read in torch 2.11
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ _ENDS = ("_root_post_backward_final_callback", "finalize_backward")
 class ParamGroup:
     """The parameters of an FSDP module: FSDP2 reduces their gradients together, in one flat tensor.
 
-    name: the module's name.
     device: where the gradients are reduced.
     shard_group: the process group over which the parameters are sharded; None if they are not.
+    reduce_scatter_group: the process group that reduce-scatters: shard_group or one with the same ranks.
     replicate_group: the process group in which FSDP2 averages over replicas, as on a 2-D mesh; None without.
     placeholders: a meta tensor for every parameter, in the padded shape of its local gradient in the reduced
         tensor. A shard's last rows may be padding; on some ranks, all rows.
@@ -36,6 +37,8 @@ class ParamGroup:
         self.device, mesh = torch.device(group.device), group.mesh_info
         self.shard_group: dist.ProcessGroup | None = getattr(mesh, "shard_process_group", None)
         self.replicate_group: dist.ProcessGroup | None = getattr(mesh, "replicate_process_group", None)
+        scatters = None if self.shard_group is None else group._reduce_scatter_process_group
+        self.reduce_scatter_group: dist.ProcessGroup | None = scatters
         self.placeholders = [
             torch.empty(each.padded_sharded_param_size, dtype=each.sharded_param.dtype, device="meta")
             for each in group.fsdp_params
@@ -86,14 +89,6 @@ class ParamGroup:
         return unit, unit * size / ((factor or 1.0) if is_divided else 1.0)
 
     @property
-    def reduce_scatter_group(self) -> dist.ProcessGroup | None:
-        """The process group that reduce-scatters: shard_group or one with the same ranks."""
-        if self.shard_group is None:
-            return None
-        group: dist.ProcessGroup = self._group._reduce_scatter_process_group
-        return group
-
-    @property
     def custom_reduce_scatter(self) -> str | None:
         """The class of a reduce-scatter other than torch's default; None without one."""
         name = type(self._group._reduce_scatter_comm).__name__
@@ -105,10 +100,7 @@ class ParamGroup:
         self.module.set_all_reduce_hook(hook)
 
     def install_reduce_scatter(self, function: Any) -> None:
-        """Install a reduce-scatter that sums. From now on `reduced_whole` returns its whole placeholders.
-
-        function: has the methods of torch's ReduceScatter.
-        """
+        """Install a ReduceScatter that sums, and note from now on which gradients it has, for `reduced`."""
         self._note_gradients()
         self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_custom_reduce_scatter(function)
@@ -125,27 +117,20 @@ class ParamGroup:
 
         self._group.post_backward = noting_gradients
 
-    def reduced(self, output: torch.Tensor) -> list[torch.Tensor]:
-        """Return the placeholders of the gradients in a reduced tensor, in the tensor's order.
+    def reduced(self, output: torch.Tensor, *, whole: bool = False) -> list[torch.Tensor]:
+        """Return the (whole) placeholders of the gradients in a reduced tensor, in the tensor's order.
 
-        Raises RuntimeError if together they are not as long as the tensor.
+        Raises RuntimeError if together the gradients are not as long as the tensor.
         """
-        found = [self.placeholders[index] for index in self._reduced or ()]
-        numel = sum(each.numel() for each in found)
+        order = self._reduced or ()
+        numel = sum(self.placeholders[index].numel() for index in order)
         if self._reduced is None or numel != output.numel():
             raise RuntimeError(
                 f"FSDP2 reduced {output.numel()} elements of {self.name}, but its gradients have {numel}. "
                 f"Likely cause: gradcomp.fsdp doesn't know torch {torch.__version__}"
             )
-        return found
-
-    def reduced_whole(self, output: torch.Tensor) -> list[torch.Tensor]:
-        """Return the whole placeholders of the gradients in a reduce-scatter, in its order.
-
-        output: the tensor that the reduce-scatter writes. Raises the errors of reduced.
-        """
-        self.reduced(output)
-        return [self.whole_placeholders[index] for index in self._reduced or ()]
+        placeholders = self.whole_placeholders if whole else self.placeholders
+        return [placeholders[index] for index in order]
 
     def _will_be_reduced(self, parameter: Any) -> bool:
         """Return whether a parameter has a gradient, of this backward or accumulated in earlier ones."""
@@ -194,17 +179,16 @@ def call_after_backward(model: nn.Module, function: Callable[[], None]) -> None:
     for state in {id(state): state for _, _, state in _states_of(model)}.values():
         for name in _ENDS:
             if hasattr(state, name):
-                setattr(state, name, _followed_by(getattr(state, name), state, function))
+                setattr(state, name, partial(_end, name, getattr(state, name), state, function))
 
 
-def _followed_by(end: Callable[..., None], state: Any, function: Callable[[], None]) -> Callable[..., None]:
-    def ending(**options: Any) -> None:
-        is_manual = getattr(state._state_ctx, "manual_backward_finalization_active", False)
-        end(**options)
-        if not is_manual or end.__name__ == "finalize_backward":
-            function()
-
-    return ending
+def _end(
+    name: str, end: Callable[..., None], state: Any, function: Callable[[], None], **options: Any
+) -> None:
+    is_manual = getattr(state._state_ctx, "manual_backward_finalization_active", False)
+    end(**options)
+    if not is_manual or name == "finalize_backward":
+        function()
 
 
 def _states_of(model: nn.Module) -> Iterator[tuple[str, FSDPModule, Any]]:

@@ -63,7 +63,7 @@ class CompressedReduceScatter:
                 f"FSDP2 asks for {op} of {name}, but {_WHOSE} sums: leave "
                 "set_force_sum_reduction_for_comms(True) in force"
             )
-        parameters = self._param_group.reduced_whole(output_tensor)
+        parameters = self._param_group.reduced(output_tensor, whole=True)
         bucket = ShardBucket(self._index, input_tensor, parameters, output_tensor)
         bucket.unit, _ = self._param_group.units(output_tensor.dtype)
         self._sums.average(bucket, self._param_group.replicate_group)
@@ -113,14 +113,7 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
     for each in (shard_group, replicate_group):
         if each is not None:
             require_same_group(_WHOSE, each)
-    values = {
-        "state": {"algorithm": state.algorithm, **state.compared_options()},
-        "ranks_per_node": state.ranks_per_node,
-        "number of replicas": replicate_group.size() if replicate_group else 1,
-    }
-    require_agreement(
-        _WHOSE, groups, replicate_group, values, "Give every rank the same model, mesh and state"
-    )
+    require_agreement(_WHOSE, groups, replicate_group, state)
     named = [zip(group.names(model), group.whole_placeholders, strict=True) for group in groups]
     state.number_parameters(chain.from_iterable(named))
     state.process_group, state.has_shards = shard_group, True
@@ -144,9 +137,8 @@ def _checked_groups(model: Any) -> tuple[list[ParamGroup], dist.ProcessGroup]:
     assert shard_group is not None
     for group in groups:
         if group.reduce_scatter_group is not shard_group:
-            first, other = (
-                dist.get_process_group_ranks(each) for each in (shard_group, group.reduce_scatter_group)
-            )
+            both = shard_group, group.reduce_scatter_group
+            first, other = map(dist.get_process_group_ranks, both)
             raise ValueError(
                 f"{groups[0].name} is sharded over ranks {first}, but {group.name} over ranks {other} or in "
                 f"another process group: {_WHOSE} takes a model that is sharded over one mesh"

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import require_same_group
-from gradcomp.comm.process_group import Explaining, require_group
+from gradcomp.comm.process_group import require_group
 from gradcomp.compress import CompressorState
 from gradcomp.device import has_streams
+from gradcomp.reducer import broadcast_coalesced
 
 from .checks import Averager, check_state, checked_groups, require_agreement
 from .param_groups import ParamGroup, call_after_backward
@@ -38,8 +39,6 @@ class AllReduceHook:
             without parameters that have none.
         """
         group, parameters = self._param_group, self._param_group.reduced(output)
-        shard_group = group.shard_group
-        assert shard_group is not None
         if self._kept is not None:
             self._add_kept(output, parameters)
         if not group.averages_now:
@@ -49,7 +48,7 @@ class AllReduceHook:
             return
         bucket = GradBucket(self._index, output, parameters, is_last=False)
         _, bucket.unit = group.units(output.dtype)
-        self._replicas.average(bucket, shard_group)
+        self._replicas.average(bucket, group.shard_group)
         if group.divide_factor is not None:
             # The factor divides the sum over all ranks, replicas included.
             output.mul_(self._replicas.group.size())
@@ -71,7 +70,6 @@ class AllReduceHook:
 
 
 _WHOSE = "compress_replicas"
-_ADVICE = "Give every rank the same model, mesh and state"
 
 
 @torch.inference_mode(False)
@@ -114,9 +112,7 @@ def compress_replicas(
             )
         check_state(_WHOSE, state, replicate_group, "replicate_group")
     require_same_group(_WHOSE, replicate_group)
-    options = None if state is None else {"algorithm": state.algorithm, **state.compared_options()}
-    values = {"state": options, "number of replicas": replicate_group.size()}
-    require_agreement(_WHOSE, groups, replicate_group, values, _ADVICE)
+    require_agreement(_WHOSE, groups, replicate_group, state)
     if state is not None:
         named = [zip(group.names(model), group.placeholders, strict=True) for group in groups]
         state.number_parameters(chain.from_iterable(named))
@@ -124,7 +120,7 @@ def compress_replicas(
         state.shard_group = groups[0].shard_group
     for group in groups:
         group.module.reshard()
-    _copy_from_first_rank(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
+    _copy_from_first(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
     replicas = Averager(_WHOSE, state, replicate_group)
     for index, group in enumerate(groups):
         group.install(AllReduceHook(index, group, replicas))
@@ -139,7 +135,7 @@ def _checked_groups(model: Any, replicate_group: dist.ProcessGroup) -> list[Para
             raise ValueError(
                 f"{group.name} has an all-reduce hook already. Likely cause: a second call of {_WHOSE}"
             )
-        if group.replicate_group is not None or group.shard_group is None:
+        if group.replicate_group is not None:
             raise ValueError(
                 f"{group.name} is replicated by torch, which averages over the replicas by itself. Give "
                 'fully_shard a 1-D mesh, mesh["shard"], and the replicas\' group to compress_replicas'
@@ -158,23 +154,18 @@ def _checked_groups(model: Any, replicate_group: dist.ProcessGroup) -> list[Para
 
 
 @torch.no_grad()
-def _copy_from_first_rank(
-    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device
-) -> None:
+def _copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
     """Copy the local parts of tensors from the group's first rank to all its ranks, in place.
 
     device: a device whose tensors the group's backend takes; parameters may be offloaded to the CPU.
     """
-    source = dist.get_global_rank(group, 0)
     for tensor in tensors:
         local = tensor.detach()
         if isinstance(local, DTensor):
             local = local.to_local()
         if not local.numel():
             continue
-        wire = local.to(device).contiguous()
-        # As bytes: backends lack some dtypes.
-        with Explaining.of("copy the weights of the first replica", group):
-            dist.broadcast(wire.view(-1).view(torch.uint8), source, group=group)
-        if wire.data_ptr() != local.data_ptr():
-            local.copy_(wire)
+        on_device = local.to(device)
+        broadcast_coalesced([on_device], 0, group)
+        if on_device is not local:
+            local.copy_(on_device)

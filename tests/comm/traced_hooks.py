@@ -112,7 +112,7 @@ def as_fsdp_shards(_: object, state: Any) -> None:
             "reduce_scatter_group": group,
             "replicate_group": None,
         }
-        of_layer = SimpleNamespace(reduced_whole=lambda output, parameters=parameters: parameters, **fields)
+        of_layer = SimpleNamespace(reduced=lambda output, whole, parameters=parameters: parameters, **fields)
         numel = sum(each.numel() for each in parameters)
         layers.append((CompressedReduceScatter(index, of_layer, sums), numel))
     for _ in range(NUM_STEPS):
