@@ -11,21 +11,15 @@ Raises PropertyFailure if the property fails on this workload: the message has t
 value, and the rank, step and tensor. Raises RankError if the hook doesn't finish.
 """
 
-from gradcomp.testing.properties.accuracy import (
-    averages,
-    contraction,
-    exact_up_to_rank,
-    unbiased,
-    zero_stays_zero,
-)
-from gradcomp.testing.properties.memory import (
+from .accuracy import averages, contraction, exact_up_to_rank, unbiased, zero_stays_zero
+from .memory import (
     bounded_memory,
     checkpoint_round_trip,
     error_feedback_identity,
     held_back_comes_out,
     no_error_where_exact,
 )
-from gradcomp.testing.properties.robustness import (
+from .robustness import (
     bucket_insensitive,
     completes,
     deterministic,

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from gradcomp.testing.claims import Claims, Tolerance
-from gradcomp.testing.properties.subject import (
+from gradcomp.testing.run import Output, Run
+from gradcomp.testing.workload import Workload
+
+from .subject import (
     PropertyFailure,
     Subject,
     flat,
@@ -23,8 +26,6 @@ from gradcomp.testing.properties.subject import (
     require_finite,
     unless_lossy,
 )
-from gradcomp.testing.run import Output, Run
-from gradcomp.testing.workload import Workload
 
 # The error allowed in a gradient of rank r that is recovered from its factors, in unit roundoffs. It is P's
 # condition number, up to 1000 for a random projection. In 16 bits less is allowed, as 1000 allows any output.

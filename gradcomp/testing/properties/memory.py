@@ -6,17 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.properties.accuracy import ROUNDINGS_OF_A_STEP, BucketSteps
-from gradcomp.testing.properties.subject import (
-    PropertyFailure,
-    Subject,
-    property_of,
-    require_close_in_norm,
-    require_same,
-    unless_lossy,
-)
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.workload import Workload
+
+from .accuracy import ROUNDINGS_OF_A_STEP, BucketSteps
+from .subject import PropertyFailure, Subject, property_of, require_close_in_norm, require_same, unless_lossy
 
 # The bytes that a state may hold for each tensor and each bucket, whatever the size of the gradients.
 SMALL_TENSORS = 4096

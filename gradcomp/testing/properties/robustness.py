@@ -17,7 +17,11 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing.claims import Claims
-from gradcomp.testing.properties.subject import (
+from gradcomp.testing.ranks import RankError
+from gradcomp.testing.run import Output
+from gradcomp.testing.workload import Poison, Workload
+
+from .subject import (
     NonFiniteFailure,
     PropertyFailure,
     Subject,
@@ -27,9 +31,6 @@ from gradcomp.testing.properties.subject import (
     require_finite,
     require_same,
 )
-from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Output
-from gradcomp.testing.workload import Poison, Workload
 
 SCHEDULES = (0, 1, 2, 3)
 # The number of steps that are run after one with inf or NaN.

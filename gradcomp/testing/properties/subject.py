@@ -66,12 +66,11 @@ class Subject:
         output = torch.stack([flat(run.outputs[step][0]) for step in steps]).sum(0)
         factor = float(mean @ output / mean.square().sum())
         left = float((output - factor * mean).norm() / mean.norm())
-        if not left <= min(AVERAGES_WITHIN * abs(factor), abs(factor - 1) / 10):
+        near = abs(factor - 1) / 10
+        if not left <= min(AVERAGES_WITHIN * abs(factor), near):
             return None
         shown = (float(f"{factor:.{digits}g}") for digits in (2, 4))
-        return next(
-            (each for each in shown if abs(factor - each) <= abs(factor - 1) / 10 and each != 1), None
-        )
+        return next((each for each in shown if abs(factor - each) <= near and each != 1), None)
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:

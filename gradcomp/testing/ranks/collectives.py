@@ -98,10 +98,7 @@ class SimulatedWork(dist.Work):
 
     def __init__(self, network: Simulation, rank: int, call: Call, place: str, site: CallSite) -> None:
         super().__init__()
-        self.rank = rank
-        self.call = call
-        self.place = place
-        self.site = site
+        self.rank, self.call, self.place, self.site = rank, call, place, site
         self.done = False
         self.future: torch.futures.Future[list[Tensor]] | None = None
         self._network = network

@@ -73,12 +73,7 @@ class Pool:
     def run(
         self, function: Callable[..., Any], world_size: int, arguments: Sequence[Any], timeout_s: float
     ) -> list[Any]:
-        """Call `function(rank, process_group, *arguments)` on every rank, and return the results by rank.
-
-        Raises TypeError if the function or its arguments can't be pickled; RankError if a rank raises, dies
-        or isn't done after timeout_s. If a rank has died or isn't done, all processes are killed, and the
-        next call starts new ones.
-        """
+        """Run a function on every rank; see run_ranks. Kills all processes if one has died or isn't done."""
         try:
             payload = pickle.dumps((function, arguments))
         except Exception as error:

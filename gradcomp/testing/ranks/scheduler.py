@@ -91,10 +91,6 @@ class Task(threading.Thread):
         self.may_run = threading.Lock()  # the thread that ran before releases it
         self.may_run.acquire()
 
-    @property
-    def is_ready(self) -> bool:
-        return self.until is None or self.until()
-
     def run(self) -> None:
         try:
             self.result = self._function()
@@ -116,12 +112,9 @@ class Scheduler:
     unfinished: describes incomplete operations, in lines of text.
     """
 
-    def __init__(
-        self, schedule: int, become: Callable[[int], None], unfinished: Callable[[], list[str]]
-    ) -> None:
+    def __init__(self, schedule: int, become: Callable[[int], None], unfinished: Callable[[], list[str]]):
         self._random = random.Random(schedule) if schedule else None
-        self._become = become
-        self._unfinished = unfinished
+        self._become, self._unfinished = become, unfinished
         self._tasks: list[Task] = []
         self._pending: list[Action] = []
         self._running: Task | None = None
@@ -184,7 +177,7 @@ class Scheduler:
     def _next(self, current: Task | None = None) -> Task | None:
         """Choose the task that runs next; None if all have ended."""
         while self._failure is None:
-            ready = [task for task in self._tasks if task.is_ready]
+            ready = [task for task in self._tasks if task.until is None or task.until()]
             options: list[Task | Action] = [*self._pending, *ready]
             if not options:
                 if not self._tasks and not self._unfinished():
