@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -150,14 +150,6 @@ def checked_bucket(
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-@runtime_checkable
-class TakesBack(Protocol):
-    """A hook's state that takes back the averages of unused parameters, which no gradient gets."""
-
-    def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
-        """Take back a parameter's average, flat, less the gradient that this rank put into the bucket."""
-
-
 def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]:
     """Return the result of a hook. Raises RuntimeError if it isn't a Future."""
     if not isinstance(future, torch._C.Future):  # a collective's future is one, too
@@ -205,9 +197,7 @@ class KeptBuffers(Generic[Kept]):
     """
 
     def __init__(self) -> None:
-        self.by_parameter: MutableMapping[torch.Tensor, dict[str, tuple[Hashable, Kept]]] = (
-            WeakIdKeyDictionary()
-        )
+        self.by_parameter: MutableMapping[torch.Tensor, dict[str, tuple[Any, Kept]]] = WeakIdKeyDictionary()
 
     def take(self, parameters: Sequence[torch.Tensor], hook_name: str, key: Hashable) -> Kept | None:
         """Take out the object of the bucket with these parameters; None if there is none with this key.

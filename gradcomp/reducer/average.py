@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,8 @@ class Averaging:
         pairs_of: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter, tensor in paired:
             pairs_of.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
-        self._buckets: list[_FlatBucket] = []
+        # Tensors with their flat buffer, the parts of it that are theirs, and the future of its average.
+        self._buckets: list[tuple[Any, FlatLayout, torch.Tensor, Any, Explaining, Any]] = []
         for index, ((dtype, device), pairs) in enumerate(pairs_of.items()):
             parameters, members = map(list, zip(*pairs, strict=True))
             layout = layout_of(tuple(member.shape for member in members))
@@ -96,7 +97,7 @@ class Averaging:
             operation = Explaining.averaging(index, f"{name_of(self._hook)} in average_", joined_group(group))
             with operation:
                 future = self._hook(state, given)
-            self._buckets.append(_FlatBucket(members, layout, buffer, parts, operation, future))
+            self._buckets.append((members, layout, buffer, parts, operation, future))
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -113,17 +114,6 @@ class Averaging:
             else:
                 ops.unflatten(buffer, layout, out=members, parts=parts)
         self._buckets = []
-
-
-class _FlatBucket(NamedTuple):
-    """Tensors in a flat buffer, the parts of it that are theirs, and the future of its average."""
-
-    members: list[torch.Tensor]
-    layout: FlatLayout
-    buffer: torch.Tensor
-    parts: list[torch.Tensor]
-    operation: Explaining
-    future: Any
 
 
 def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> None:

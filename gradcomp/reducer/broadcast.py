@@ -69,31 +69,30 @@ class _Chunk:
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self.descriptions = _described(tensors)
-        self._indices: dict[torch.dtype, list[int]] = {}
+        of_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            self._indices.setdefault(tensor.dtype, []).append(index)
-        lengths = []
-        for indices in self._indices.values():
-            num_bytes = sum(tensors[index].nbytes for index in indices)
-            lengths.append(-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            of_dtype.setdefault(tensor.dtype, []).append(index)
+        sizes = [sum(tensors[index].nbytes for index in indices) for indices in of_dtype.values()]
+        lengths = [-(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for num_bytes in sizes]
         self._wire = torch.empty(sum(lengths), dtype=torch.uint8, device=tensors[0].device)
-        self._views: dict[torch.dtype, list[torch.Tensor]] = {}
-        for (dtype, indices), part in zip(self._indices.items(), self._wire.split(lengths), strict=True):
+        self._parts: list[tuple[list[int], list[torch.Tensor]]] = []  # (tensors' indices, their views)
+        for (dtype, indices), part in zip(of_dtype.items(), self._wire.split(lengths), strict=True):
             shapes = [tensors[index].shape for index in indices]
             numels = [shape.numel() for shape in shapes]
             parts = part.view(dtype)[: sum(numels)].split(numels)
-            self._views[dtype] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            self._parts.append((indices, views))
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
         is_source = group.rank() == src
         if is_source:
-            for dtype, indices in self._indices.items():
-                torch._foreach_copy_(self._views[dtype], [tensors[index] for index in indices])
+            for indices, views in self._parts:
+                torch._foreach_copy_(views, [tensors[index] for index in indices])
         with Explaining.of(f"copy the parameters or buffers of rank {src} to all ranks", group):
             dist.broadcast(self._wire, dist.get_global_rank(group, src), group=group)
         if not is_source:
             # Inference tensors, such as buffers that a validation has made, change in inference mode alone.
             with torch.inference_mode(any(each.is_inference() for each in tensors)), torch.no_grad():
-                for dtype, indices in self._indices.items():
-                    torch._foreach_copy_([tensors[index] for index in indices], self._views[dtype])
+                for indices, views in self._parts:
+                    torch._foreach_copy_([tensors[index] for index in indices], views)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.comm.all_reduce import average_in_place
-from gradcomp.comm.bucket import GradBucket, Hook, TakesBack, as_real, name_of, result_of
+from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
 from gradcomp.comm.exchange import has_delay
 from gradcomp.comm.process_group import Explaining
 from gradcomp.layout import FlatLayout
@@ -45,13 +45,8 @@ def assign_buckets(
     return sorted([*full, *open_buckets.values()], key=max)
 
 
-class _Run(NamedTuple):
-    """Consecutive parameters of a bucket: their positions, layout, part of the buffer, and views."""
-
-    where: slice
-    layout: FlatLayout
-    part: torch.Tensor
-    views: list[torch.Tensor]
+# Consecutive parameters of a bucket: their positions, layout, part of the buffer, and views.
+_Run = tuple[slice, FlatLayout, torch.Tensor, list[torch.Tensor]]
 
 
 class Bucket:
@@ -226,7 +221,7 @@ class Bucket:
                 layout = FlatLayout([view.shape for view in views], [view.stride() for view in views])
                 offset = views[0].storage_offset()
                 part = self.buffer[offset : offset + layout.numel]
-                self._run_of[ends] = _Run(where, layout, part, views)
+                self._run_of[ends] = where, layout, part, views
             yield self._run_of[ends]
             start = stop
 
@@ -323,9 +318,8 @@ class BucketCommunicator:
             # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
             with operation:
                 return self._group.allreduce([bucket.buffer])
-        given: Any = GradBucket(
-            number, bucket.buffer.detach(), bucket.parameters, number == len(self.buckets) - 1
-        )
+        is_last = number == len(self.buckets) - 1
+        given: Any = GradBucket(number, bucket.buffer.detach(), bucket.parameters, is_last)
         if self.hook is None:
             return average_in_place(given, self._group, operation, divisor=1)
         state, hook = self.hook
@@ -337,7 +331,7 @@ class BucketCommunicator:
     ) -> None:
         """Wait for a bucket's average, and write it to the gradients of its parameters.
 
-        kept: unused parameters. A state that TakesBack gets their averages.
+        kept: unused parameters. A state with take_back gets their averages, flat, less what this rank gave.
         gradients_before: gradients of unused parameters that were in the bucket's own memory.
 
         Raises RuntimeError if the bucket could not be averaged.
@@ -352,13 +346,13 @@ class BucketCommunicator:
                 if result.data_ptr() != buffer.data_ptr():
                     buffer.copy_(result)
         left_out = {position for position, index in enumerate(bucket.indices) if index in kept}
-        state = self.hook[0] if self.hook else None
-        if left_out and isinstance(state, TakesBack):
+        take_back = getattr(self.hook[0], "take_back", None) if left_out and self.hook else None
+        if take_back is not None:
             for position in sorted(left_out):
                 parameter = bucket.parameters[position]
                 before = None if self.as_view else parameter.grad
                 before = gradients_before.get(bucket.indices[position], before)
-                state.take_back(parameter, bucket.average_beyond(position, before))
+                take_back(parameter, bucket.average_beyond(position, before))
         bucket.write_back(left_out)
 
 

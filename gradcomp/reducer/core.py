@@ -170,8 +170,7 @@ class Reducer:
 
         Raises RuntimeError if the last backward did not reach all parameters.
         """
-        if self._step is not None:
-            self.expect_finished()
+        self.expect_finished()
         if not self._syncing:
             return
         self.communicator.divisor = self.process_group.size() if divisor is None else divisor

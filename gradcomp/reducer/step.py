@@ -154,10 +154,7 @@ Usage = FindUnused | StaticGraph
 
 
 class UsedMap:
-    """The number of ranks that used each parameter in a step, all-reduced asynchronously.
-
-    used: the indices of the parameters that this rank used.
-    """
+    """The number of ranks that used each parameter in a step, all-reduced asynchronously."""
 
     def __init__(self, used: set[int], num_params: int, device: torch.device, group: dist.ProcessGroup):
         mine = torch.zeros(num_params, dtype=torch.int32, device="cpu")
