@@ -82,10 +82,7 @@ def average_in_place(
     pipeline: Pipeline | None = None,
     divisor: float | None = None,
 ) -> Future:
-    """Average a bucket in its own dtype: divide it, then all-reduce it (sum).
-
-    divisor: None for the group's size.
-    """
+    """Average a bucket in its own dtype: divide it by the divisor or the group's size, then all-reduce it."""
     buffer, by = bucket.buffer(), group.size() if divisor is None else divisor
 
     def divide() -> tuple[torch.Tensor, Callable[[], None]]:

@@ -81,12 +81,10 @@ def missing_ranks(
         store.wait([f"{key}/all"], min(timeout_of(group) or limit, limit))
     except RuntimeError:
         missing = [each for each in ranks if not store.check([f"{key}/{each}"])]
-        if not missing:
-            return []
-        # This rank leaves, so that all ranks may still meet here.
-        counts[name] -= 1
-        store.add(key, -1)
-        store.delete_key(f"{key}/{rank}")
+        if missing:  # this rank leaves, so that all ranks may still meet here
+            counts[name] -= 1
+            store.add(key, -1)
+            store.delete_key(f"{key}/{rank}")
         return missing
     return []
 
@@ -167,11 +165,9 @@ def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
         )
 
 
-def _all_gather(
-    message: bytes, num_bytes: int, group: dist.ProcessGroup, device: torch.device
-) -> list[bytes]:
+def _all_gather(message: bytes, size: int, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
     """Return every rank's message, padded with zeros."""
-    mine = torch.frombuffer(bytearray(message.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
+    mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(gathered, mine, group=group)
     return [bytes(each.tolist()) for each in torch.stack(gathered).cpu()]

@@ -226,25 +226,17 @@ class Pipeline:
         self._unfinished.clear()
 
 
-class _Pipelines(threading.local):
-    """A thread's pipeline for hooks that keep nothing between buckets."""
-
-    def __init__(self) -> None:
-        self.shared = Pipeline()
-
-
-_of_thread = _Pipelines()
+_of_thread = threading.local()  # has the thread's pipeline for hooks that keep nothing between buckets
 
 
 def average_in_stages(
     bucket: dist.GradBucket, stages: Stages, operation: Explaining, pipeline: Pipeline | None = None
 ) -> Future:
-    """Return a future of the bucket's average, while its stages run.
-
-    operation: explains errors of the collectives.
-    pipeline: by default the thread's one.
-    """
-    pipeline = pipeline or _of_thread.shared
+    """Return a future of the bucket's average, while its stages run, by default in the thread's pipeline."""
+    if pipeline is None:
+        if not hasattr(_of_thread, "pipeline"):
+            _of_thread.pipeline = Pipeline()
+        pipeline = _of_thread.pipeline
     return pipeline.add(bucket, stages, operation, is_first=bucket.index() == 0)
 
 

@@ -26,9 +26,9 @@ from ..rules import described
 WAITING = "gradcomp/waiting"
 # A store whose machine is gone may never answer.
 _READ_TIMEOUT_S = 5.0
-# torch's text around an error in a future's callback; nested where a callback waits for another future.
 _known: WeakSet[dist.ProcessGroup] = WeakSet()
 _kept: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int, dict[Any, Any]]] = WeakKeyDictionary()
+# torch's text around an error in a future's callback; nested where a callback waits for another future.
 _IN_CALLBACK = re.compile(r".*when running the callback: (\w+): (.*?)\n+At:\n.*", re.DOTALL)
 
 
@@ -147,8 +147,8 @@ class Explaining(NamedTuple):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and self.explained(error) is not error:
-            self.reraise(error)
+        if error is not None and (explained := self.explained(error)) is not error:
+            raise explained from error
 
     def reraise(self, error: BaseException) -> NoReturn:
         """Raise an error that a collective may have raised, explained."""

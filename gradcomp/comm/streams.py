@@ -19,8 +19,6 @@ from gradcomp.device import has_streams
 
 T = TypeVar("T")
 Future = torch.futures.Future[torch.Tensor]
-
-
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
