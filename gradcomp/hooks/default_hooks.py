@@ -50,11 +50,7 @@ def is_traced_gradient(bucket: Any) -> bool:
 
 
 def average_traced(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Any:
-    """Average a traced hook's gradient in place, in operations that can be traced.
-
-    bucket: (gradient, parameter).
-    dtype: the dtype on the wire; None for the gradient's own.
-    """
+    """Average a traced hook's (gradient, parameter) in place, on the wire in the given or its own dtype."""
     # Imported late, because the import takes long.
     from torch.distributed._functional_collectives import all_reduce
 
@@ -143,10 +139,7 @@ bf16_compress_hook.__name__ = "gradcomp_bf16_compress_hook"
 def _compress_hook(
     name: str, dtype: torch.dtype, process_group: Any, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in a 16-bit dtype.
-
-    name: the hook's name in messages.
-    """
+    """Average the bucket in a 16-bit dtype with the hook of this name."""
     if isinstance(bucket, tuple) and is_traced_gradient(bucket):
         return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)
     buffer, group = checked_bucket(name, bucket, process_group)
@@ -254,10 +247,7 @@ def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
 
 
 def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
-    """Return a hook that runs the given hook on buckets rounded to a 16-bit dtype.
-
-    name: the wrapper's name in messages.
-    """
+    """Return the wrapper of this name: a hook that runs the given one on buckets in a 16-bit dtype."""
     if not callable(hook):
         raise TypeError(f"{name} wraps a communication hook, got {hook!r}")
     pipeline = Pipeline()

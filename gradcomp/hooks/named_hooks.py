@@ -131,10 +131,7 @@ class NamedHook:
 
     @classmethod
     def form_named(cls, name: str) -> NamedHook:
-        """Return the hook of this name; its hierarchical form if the name ends with HIERARCHICAL.
-
-        Raises ValueError for an unknown name.
-        """
+        """Return the hook of this name, in its hierarchical form if the name ends so; see `named`."""
         flat = cls.named(name.removesuffix(HIERARCHICAL))
         return flat.hierarchical() if name.endswith(HIERARCHICAL) else flat
 
