@@ -376,7 +376,8 @@ class _WrappersReducer(Reducer):
 
         Keep optimizers from stepping in the next one, also those attached since the last call.
         """
-        self.expect_finished()
+        if self._step is not None:
+            self.expect_finished()
         watch = self._steps_in_backward
         if watch.num_hooks != RemovableHandle.next_id:
             watch.look()

@@ -170,7 +170,8 @@ class Reducer:
 
         Raises RuntimeError if the last backward did not reach all parameters.
         """
-        self.expect_finished()
+        if self._step is not None:
+            self.expect_finished()
         if not self._syncing:
             return
         self.communicator.divisor = self.process_group.size() if divisor is None else divisor
