@@ -46,10 +46,13 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     if group is not None:
         with Explaining.of("add up all ranks' counts with loss_factor", group):
             dist.all_reduce(total, group=group)
+    total = total.where(total.isfinite(), math.nan)
     if error is not None:
         raise error
     if not has_streams(device) and math.isnan(total.item()):
-        raise ValueError("loss_factor takes finite counts of 0 or more, but another rank's count is not")
+        raise ValueError(
+            "loss_factor takes finite counts of 0 or more, but another rank's count, or the sum, is not"
+        )
     factor = torch.where(total == 0, 0.0, (1 if group is None else group.size()) / total)
     return factor.to(device, torch.float32) if is_tensor else factor.item()
 
@@ -58,7 +61,8 @@ def _error(count: Any) -> Exception | None:
     """Return what is wrong with a count; None if nothing is, or if the host would wait for it."""
     value = count
     if isinstance(count, torch.Tensor):
-        is_number = count.numel() == 1 and not count.is_complex() and count.dtype != torch.bool
+        is_dense = count.layout == torch.strided and not count.is_meta
+        is_number = is_dense and count.numel() == 1 and not count.is_complex() and count.dtype != torch.bool
         value = count.item() if is_number and not has_streams(count.device) else 0
     else:
         is_number = isinstance(count, int | float) and not isinstance(count, bool)

@@ -26,17 +26,20 @@ class GradientSizes:
     """The norms of some parts of every step's first bucket.
 
     norms: [NUM_STEPS, NUM_PARTS] in fp32, divided by the step's scale; None before the first step.
-    num_steps: the number of steps noted.
+    keys: of the bucket; a state may have several models.
+    num_steps, last_step: the number of steps noted, and the last one's own number.
     scale: the product of all factors of rescale_errors, so far.
     """
 
     def __init__(self) -> None:
         self.norms: torch.Tensor | None = None
-        self.num_steps, self.scale = 0, 1.0
+        self.keys: list[str] = []
+        self.num_steps, self.last_step, self.scale = 0, -1, 1.0
         self._copied: torch.cuda.Event | None = None
 
-    def allocated(self, device: torch.device) -> torch.Tensor:
-        """Return the norms, allocated."""
+    def allocated(self, keys: list[str], device: torch.device) -> torch.Tensor:
+        """Return the norms, allocated, for the bucket with these keys."""
+        self.keys = keys
         self.norms = torch.zeros(NUM_STEPS, NUM_PARTS, dtype=torch.float32, device=device)
         return self.norms
 

@@ -258,6 +258,7 @@ class ParameterStates:
         self.keys = ParameterKeys()
         self.loaded: list[str] = []  # keys of loaded errors, until it is known whose they are
         self._num_known = 0
+        self.lost_undo: int | None = None  # the last step that can't be taken back in all buckets
         self._entries: Entries = {}  # those that no compressor has taken over
         self._buckets: list[Bucket] = []
         # By index, which is a hint only: torch gives 0 to all buckets of a static graph's first step.
@@ -297,6 +298,7 @@ class ParameterStates:
         for each in self._buckets:
             if not set(keys).isdisjoint(each.keys):
                 self._give_back(each)
+                each.parameters = []  # no index leads to it any more
         self._buckets = [each for each in self._buckets if set(keys).isdisjoint(each.keys)]
         self._buckets.append(new)
         return new
@@ -326,7 +328,8 @@ class ParameterStates:
         for key, entry in bucket.entries().items():
             self._entries.setdefault(key, {}).update(entry)
         bucket.compressor, bucket.made_for, bucket.pending, bucket.sent = None, (), {}, {}
-        bucket.undo = None
+        if bucket.undo is not None:
+            (self.lost_undo, _), bucket.undo = bucket.undo, None
 
     def give_all_back(self) -> None:
         """Drop all compressors, because the group or the nodes have changed."""
@@ -410,7 +413,7 @@ class ParameterStates:
             for bucket in [each for each in self._buckets if before in each.keys]:
                 self._give_back(bucket)
                 self._buckets.remove(bucket)
-                self._of_last_step = {i: each for i, each in self._of_last_step.items() if each is not bucket}
+                bucket.parameters = []
             if name in self._entries:
                 raise ValueError(
                     f"a bucket has brought {name} already, without its name, and the checkpoint has a memory "

@@ -90,12 +90,15 @@ class SavedState(ConfiguredState):
             self._discards_step = before
 
     @torch.inference_mode(False)
-    def undo_step(self) -> None:
+    def undo_step(self, step: int | None = None) -> None:
         """Take the last averaged backward back, because the optimizer doesn't get its gradients.
 
+        step: state.iter as it was before that backward. After an error in it, which may have come before the
+            first average, nothing is taken back then. None for a backward that has ended.
+
         It needs keep_undo = True, and every rank must call it after the same backward. Errors, directions and
-        the number of steps are again what they were before that backward, complete or broken off by an error.
-        Call it at most once per backward. Statistics still count the bytes, which have been sent.
+        the number of steps are again what they were. Statistics still count the bytes, which have been sent.
+        A state that averages several models takes back a step of all of them.
 
         Raises RuntimeError if there is nothing to take back.
 
@@ -110,17 +113,21 @@ class SavedState(ConfiguredState):
                     optimizer.step()
                 optimizer.zero_grad()
         """
-        step, self._undoable = self._undoable, None
-        if step is None:
+        last, self._undoable = self._undoable, None
+        if self.keep_undo and step not in (None, last):
+            return
+        if last is None or last == self._states.lost_undo:
             raise RuntimeError(
                 f"undo_step has no backward to take back, and keep_undo is {self.keep_undo}. Likely cause: "
                 "keep_undo was not set before the backward, undo_step was called twice, or a checkpoint was "
-                "loaded since"
+                "loaded or parameters were named since"
             )
-        self._states.undo(step)
-        self.iter = step
+        self._states.undo(last)
+        self.iter = last
         if self.recorder is not None:
-            self.recorder.forget_step(step)
+            self.recorder.forget_step(last)
+        if self._sizes is not None and self._sizes.last_step == last:
+            self._sizes.num_steps -= 1
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:
         """Add a parameter's unused average back to the error.

@@ -226,6 +226,8 @@ class CompressorState(SavedState):
             self.end_step()
             self._steps.take(parameters)
         is_first = self._steps.num_buckets == 1
+        if is_first:
+            self._undoable = self._steps.num if self.keep_undo else None
         seat = weakref.ref(group), group.size(), group.rank()
         if seat != self._seat:
             # Compressors depend on the number of ranks, and on this rank's number.
@@ -233,11 +235,10 @@ class CompressorState(SavedState):
             self._seat, self._ranks = seat, {"world_size": group.size()}
         subject = self._settings, self._given, self._seat
         if any(map(is_not, subject, self._compared)):
-            self._comparing = subject
+            self._comparing = None, None, None  # if the comparison fails
             self._compare(hook_name, bucket, group, is_first=is_first)
+            self._comparing = subject
         options = self._settings.options if options is None else options
-        if is_first:
-            self._undoable = self._steps.num if self.keep_undo else None
         if is_first or self._phase is None or self._phase_options is not options:
             self._phase, self._phase_options = self.phase(options, group, buffer.device), options
         phase = self._phase
@@ -274,27 +275,28 @@ class CompressorState(SavedState):
             self._make_compressor(bucket, phase, own)
         compressor, sizes = own.compressor, self._sizes
         assert compressor is not None
-        if sizes is not None and self._steps.num_buckets == 1 and not self._discards_step:
+        is_first, discards = self._steps.num_buckets == 1, self._discards_step
+        if sizes is not None and is_first and not discards and sizes.keys in ([], own.keys):
             if sizes.num_steps < NUM_STEPS:
-                norms = sizes.allocated(buffer.device) if sizes.norms is None else sizes.norms
+                norms = sizes.allocated(own.keys, buffer.device) if sizes.norms is None else sizes.norms
                 stride, wide = buffer.numel() // NUM_PARTS, torch.promote_types(buffer.dtype, torch.float32)
                 parts = buffer.as_strided((NUM_PARTS, min(stride, PART_NUMEL)), (stride, 1))
                 norms[sizes.num_steps] = torch.linalg.vector_norm(parts, dim=1, dtype=wide) / sizes.scale
-                sizes.num_steps += 1
+                sizes.num_steps, sizes.last_step = sizes.num_steps + 1, step
             elif sizes.is_judged(self):
                 self._sizes = None
         if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
         else:
             # The next step's seed: a compressor ends a step by choosing the next step's random projections.
-            seed, discards = _seed(self._settings.random_seed, step + 1, own.index), self._discards_step
+            seed = _seed(self._settings.random_seed, step + 1, own.index)
             running = own.stages(bucket, group, seed, discards=discards, undoable=self._undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
             elif self.recorder is not None and not discards:
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
             operation = Explaining.averaging(bucket.index(), hook_name, group)
-            future = self._pipeline.add(bucket, running, operation, is_first=self._steps.num_buckets == 1)
+            future = self._pipeline.add(bucket, running, operation, is_first=is_first)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += compressor.sent_numel
         self._steps.gradient_bytes += buffer.nbytes

@@ -40,6 +40,8 @@ INVALID = [
     ([4], TypeError, "list"),
     (torch.tensor(True), TypeError, "torch.bool"),
     (torch.tensor([1, 2]), TypeError, r"shape \(2,\)"),
+    (torch.ones(1).to_sparse(), TypeError, r"shape \(1,\)"),
+    (torch.tensor(3, device="meta"), TypeError, "got"),
 ]
 
 

@@ -122,6 +122,23 @@ def test_no_false_alarm(name):
     assert warnings_of(make(), scales, **options) == []
 
 
+def test_two_models_and_undone_spikes_are_no_changing_unit():
+    state, undoing = (QuantizationState(bits=4) for _ in range(2))
+    undoing.keep_undo = True
+    models = [nn.Parameter(torch.empty(64, columns)) for columns in (64, 32)]
+    with Messages("gradcomp") as lines:
+        for step in range(2 * NUM_STEPS + 8):
+            generator = torch.Generator().manual_seed(step)
+            parameter, is_spike = models[step % 2], step % 12 == 7
+            buffer = torch.randn(parameter.numel(), generator=generator) * (0.05 if step % 2 else 1.0)
+            quantization_hook(state, GradBucket(0, buffer, [parameter], is_last=True)).wait()
+            spiked = torch.randn(64 * 64, generator=generator) * (10.0 if is_spike else 1.0)
+            quantization_hook(undoing, GradBucket(0, spiked, models[:1], is_last=True)).wait()
+            if is_spike:
+                undoing.undo_step()
+    assert not any("errors keep" in line for line in lines)
+
+
 def test_steps_that_are_thrown_away_do_not_count():
     (state, hook), parameter = int4(), nn.Parameter(torch.zeros(64, 64))
 

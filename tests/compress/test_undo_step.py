@@ -244,6 +244,64 @@ def test_recorders_forget_refused_steps(plain_torch):
     assert run_simulated(record, 2) == [[0, 1, 2, 3]] * 2
 
 
+def break_off(rank, group, make):
+    """Return pairs of what a state keeps: before a backward that breaks off, and once it is undone."""
+    state, pairs = make(group), []
+    state.keep_undo = True
+    parameters = [nn.Parameter(torch.empty(12, 20)) for _ in range(2)]
+    state.number_parameters(zip("ab", parameters, strict=True))
+
+    def step(*buckets, is_complete=True):
+        for index, members in enumerate(buckets):
+            buffer = torch.randn(240 * len(members))
+            is_last = is_complete and index == len(buckets) - 1
+            state.average("hook", GradBucket(index, buffer, members, is_last)).wait()
+
+    def refused(*buckets):
+        before = state.iter
+        pairs.append([kept_in(state)])
+        step(*buckets, is_complete=False)
+        state.undo_step(before)
+        pairs[-1].append(kept_in(state))
+        step(parameters)
+
+    step(parameters)
+    for _ in range(3):
+        step(parameters)
+    refused()  # before the first bucket
+    refused(parameters[:1])  # another bucket than usual
+    refused(parameters)
+    step(parameters)
+    pairs.append([kept_in(state)])
+    given, state.random_seed = state.random_seed, rank
+    for _ in range(2):
+        before = state.iter
+        with pytest.raises(RuntimeError, match="random_seed is 0 on rank 0 and 1 on rank 1"):
+            step(parameters)
+        state.undo_step(before)
+    pairs[-1].append(kept_in(state))
+    state.random_seed = given
+    step(parameters)
+    state.number_parameters([("c", nn.Parameter(torch.empty(2)))])
+    unnamed = make(group)
+    unnamed.keep_undo = True
+    for _ in range(4):
+        unnamed.average("hook", GradBucket(0, torch.randn(480), parameters, True)).wait()
+    unnamed.number_parameters(zip("ab", parameters, strict=True))
+    with pytest.raises(RuntimeError, match="parameters were named since"):
+        unnamed.undo_step()
+    return pairs
+
+
+@pytest.mark.parametrize("kind", ["int4", "PowerSGD"])
+def test_backwards_that_break_off(plain_torch, kind):
+    for pairs in run_simulated(break_off, 2, KINDS[kind]):
+        for before, after in pairs:
+            assert "a" in before
+            assert "b" in before
+            assert_same(after, before)
+
+
 class RefusedError(Exception):
     pass
 
