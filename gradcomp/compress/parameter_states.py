@@ -26,8 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gradcomp.device import has_streams
+
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.pipeline import Stages
+from ..comm.streams import side_stream
 from .compressor import BucketSpec, Compressor, State
 from .parameter_keys import ParameterKeys, Shape
 
@@ -341,6 +344,8 @@ class ParameterStates:
         for bucket in self._buckets:
             if bucket.undo is not None and bucket.undo[0] == step:
                 (_, functions), bucket.undo = bucket.undo, None
+                if bucket.device is not None and has_streams(bucket.device):  # which may still run the step
+                    torch.cuda.current_stream(bucket.device).wait_stream(side_stream(bucket.device))
                 for function in functions:
                     function()
 

@@ -19,7 +19,7 @@ from gradcomp.comm.streams import Future, completed
 from gradcomp.compress.compressor import BucketSpec
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.compress.quantized_all_reduce import FlatAllReduce
-from gradcomp.compress.state import CompressorState
+from gradcomp.compress.state import CompressorState, option
 from gradcomp.layout.blocks import BlockLayout
 from gradcomp.rules import BLOCK_SIZE, described
 
@@ -67,6 +67,16 @@ class QuantizationState(CompressorState):
     algorithm = "quantization_hook"
     _default_ranks_per_node = AUTO
     _compressor, _options_class = QuantizedCompressor, QuantizedOptions
+
+    bits: int = option()
+    block_size: int = option()
+    uncompressed_dtype: torch.dtype | None = option()
+    within_dtype: torch.dtype | None = option()
+
+    @property
+    def use_error_feedback(self) -> bool:
+        """Whether errors are kept. It can't be changed."""
+        return bool(self.options.error_feedback)
 
     def __init__(
         self,

@@ -56,6 +56,20 @@ def test_an_option_assigned_later_is_logged(caplog):
     assert "PowerSGD: changed at step 70: matrix_approximation_rank from 4 to 2." in caplog.messages
 
 
+def test_every_option_of_the_quantization_hook_is_assigned_or_refused():
+    state = QuantizationState(bits=4)
+    state.bits, state.block_size, state.uncompressed_dtype = 8, 64, torch.bfloat16
+    state.within_dtype = torch.float16
+    options = state.options
+    assert (options.bits, options.block_size) == (8, 64)
+    assert (options.uncompressed_dtype, options.within_dtype) == (torch.bfloat16, torch.float16)
+    assert state.use_error_feedback
+    with pytest.raises(ValueError, match="bits"):
+        state.bits = 3
+    with pytest.raises(AttributeError, match="use_error_feedback"):
+        state.use_error_feedback = False
+
+
 @pytest.mark.parametrize(
     ("saved", "state", "names"),
     [
