@@ -83,7 +83,7 @@ def assert_same(found, expected, **within):
         torch.testing.assert_close(found[key], entry, equal_nan=True, **within)
 
 
-def train(rank, group, make, dtype, refuses):
+def train(rank, group, make, dtype, num_steps, refuses):
     """Return (the averages of the kept steps, what the state keeps). Refused steps are larger, and undone."""
     state, averages = make(group), []
     state.keep_undo = True
@@ -101,7 +101,7 @@ def train(rank, group, make, dtype, refuses):
             state.end_step()
         return torch.cat(buffers)
 
-    for step in range(STEPS):
+    for step in range(num_steps):
         if refuses and step in REFUSED:
             average(step, step + 500, 10.0, 1 if step % 4 == 2 else 2)
             state.undo_step()
@@ -127,13 +127,13 @@ def test_run_equals_one_without_the_refused_steps(plain_torch, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["PowerSGD", "int4"])
 def test_kernels(kind):
-    compare(kind, torch.float32)
+    compare(kind, torch.float32, num_steps=3)
 
 
-def compare(kind, dtype):
+def compare(kind, dtype, num_steps=STEPS):
     world_size = 4 if "nodes" in kind else 2
-    expected = run_simulated(train, world_size, KINDS[kind], dtype, False)
-    found = run_simulated(train, world_size, KINDS[kind], dtype, True)
+    expected = run_simulated(train, world_size, KINDS[kind], dtype, num_steps, False)
+    found = run_simulated(train, world_size, KINDS[kind], dtype, num_steps, True)
     for (averages, kept), (expected_averages, expected_kept) in zip(found, expected, strict=True):
         assert all(map(torch.equal, averages, expected_averages))
         assert_same(kept, expected_kept, rtol=0, atol=0)
@@ -309,10 +309,7 @@ class RefusedError(Exception):
 def loops(rank):
     """Return the gradients of kept steps, and what the state keeps, by loop and hook: without refused steps,
     and with them."""
-    return [
-        {f"{loop} {hook}": run(rank, loop, hook, refuses) for loop in LOOPS for hook in HOOKS}
-        for refuses in (0, 1)
-    ]
+    return [{f"{loop} {hook}": run(rank, loop, hook, refuses) for loop, hook in CASES} for refuses in (0, 1)]
 
 
 HOOKS = {
@@ -338,6 +335,11 @@ LOOPS = {
     "average_": lambda model, state, hook: model,
     "FSDP2": lambda model, state, hook: sharded(model, state),
 }
+CASES = [
+    *(("torch's DDP", hook) for hook in HOOKS),
+    *((loop, hook) for loop in ("wrapper", "broken off", "average_") for hook in ("int4", "PowerSGD")),
+    ("FSDP2", "int4"),
+]
 
 
 def registered(ddp, state, hook):
@@ -347,8 +349,7 @@ def registered(ddp, state, hook):
 
 def sharded(model, state):
     fully_shard(model)
-    if state.can_reduce_scatter:
-        compress_reduce_scatter(model, state)
+    compress_reduce_scatter(model, state)
     return model
 
 
@@ -385,8 +386,7 @@ def run(rank, loop, hook_name, refuses):
     for step in range(6):
         if refuses and step in (1, 2, 4):
             backward(step + 500, 10.0, breaks=loop == "broken off" and step != 1)
-            if loop != "FSDP2" or state.has_shards:
-                state.undo_step()
+            state.undo_step()
         gradients.append(backward(step))
     return gradients, kept_in(state)
 
