@@ -71,7 +71,7 @@ def _goes_on(run: Recording, later: Recording) -> bool:
 
 
 def _extend(run: Recording, later: Recording) -> None:
-    """Add rows and choices to a run, in place of those of the same steps or later ones."""
+    """Add rows and choices to a run. They replace its rows and choices of the same and later steps."""
     if later.rows:
         first = later.rows[0]["step"]
         run.choices = [choice for choice in run.choices if choice["step"] < first]

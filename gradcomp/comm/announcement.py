@@ -27,7 +27,7 @@ def silenced() -> Iterator[None]:
 def say(text: str, group: dist.ProcessGroup | None) -> None:
     """Log the text on the group's rank 0, at level INFO.
 
-    If the program has not configured logging, the text goes to standard error.
+    Without a configuration of logging, the text goes to standard error.
     """
     if group is not None and group.rank() != 0:
         return

@@ -13,7 +13,7 @@ from .process_group import Explaining, device_for, joined_group, require_group
 
 
 def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> Any:
-    """Return the factor for this rank's summed loss that makes averaged gradients those of the global mean.
+    """Return a factor for this rank's summed loss: averages are then gradients of the mean over all counts.
 
     count: the tokens, samples or weights that this rank's loss sums over in the coming step, in all its
         micro-batches; a number or a tensor of one element, 0 or more.
@@ -58,7 +58,7 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
 
 
 def _error(count: Any) -> Exception | None:
-    """Return what is wrong with a count; None if nothing is, or if the host would wait for it."""
+    """Return the error of an invalid count; None for a valid one, and where the host would wait for it."""
     value = count
     if isinstance(count, torch.Tensor):
         is_dense = count.layout == torch.strided and not count.is_meta

@@ -75,7 +75,7 @@ class ParamGroup:
     def units(self, dtype: torch.dtype) -> tuple[float, float]:
         """Return the factors that gradients have (in the reduce-scatter, in all-reduce hooks).
 
-        The second is that of the mean over the shards.
+        An all-reduce hook gets the mean over the shards, multiplied by the second factor.
 
         dtype: in which FSDP2 reduces; in float16 a part of its division comes before the reduction.
         """

@@ -245,7 +245,7 @@ def _factors(num_bytes: int, network: Network) -> tuple[Collective, ...]:
 
 
 def _sum(num_bytes: int, within_bytes: int, network: Network, has_delay: bool) -> tuple[Collective, ...]:
-    """Return the collectives of exchange.all_reduce; with nodes, those of reduce_hierarchically.
+    """Return the collectives of exchange.all_reduce; with nodes, the collectives of reduce_hierarchically.
 
     num_bytes, within_bytes: the size of the whole buffer, and of the buffer that is summed within nodes.
     """

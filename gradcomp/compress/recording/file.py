@@ -21,7 +21,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class Header:
-    """Whose rows follow.
+    """A header line: it names the recorder, the state and the rank of the rows after it.
 
     recorder: a name that no other recorder has.
     options: the state's options and settings.

@@ -78,7 +78,7 @@ NUM_VALUES = 1 + LENGTH
 
 
 class Source(NamedTuple):
-    """Where a row comes from: the group, this rank in it, its number of ranks, and the state's settings."""
+    """The source of a row: the group, this rank's number in it, its size, and the state's settings."""
 
     group: weakref.ref[dist.ProcessGroup]
     rank: int
