@@ -118,8 +118,10 @@ class Bucket:
         if scale != 1.0 and len(outside) + len(absent) < len(gradients):
             pairs = enumerate(zip(self.views, gradients, strict=True))
             held = [view for i, (view, each) in pairs if each is not None and i not in outside]
-            whole = len(held) == len(self.views)
-            self.buffer.mul_(scale) if whole else ops.scale_(held, scale)
+            if len(held) == len(self.views):
+                self.buffer.mul_(scale)
+            else:
+                ops.scale_(held, scale)
         for where, layout, part, views in self._runs(sorted(outside)):
             if self._as_view and tuple([each.shape for each in gradients[where]]) != layout.shapes:  # type: ignore[union-attr]
                 self._check(gradients)

@@ -169,14 +169,14 @@ class Recorder:
         for row in rows:
             row.read_norms()
         found = relative_errors(torch.stack(values), [row.has_error for row in rows], group)
-        for row, (row.relative_error, row.mean_norm) in zip(rows, found, strict=True):
-            row.values = None
+        for row, (relative_error, mean_norm) in zip(rows, found, strict=True):
+            row.relative_error, row.mean_norm, row.values = relative_error, mean_norm, None
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict per bucket and step, oldest first. The host waits for the device.
 
         docs/recording.md explains the values. Unknown ones are None: norms and times of plain steps,
-        error_norm without error feedback, and before complete() what it computes.
+        error_norm without error feedback, and the results of complete() before you call it.
         """
         return [row.as_dict() for row in list(self._rows)]
 
