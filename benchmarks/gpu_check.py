@@ -118,9 +118,9 @@ def tests_of_kernels() -> tuple[str, ...]:
 
 
 PARTS = (
-    Part("kernels", 90, tests_of_kernels(), cores=0.75),
+    Part("kernels", 60, tests_of_kernels(), cores=0.75),
     Part("arrival", 60, (ARRIVAL,)),
-    Part("hooks", 60, HOOKS, cores=0.5),
+    Part("hooks", 90, HOOKS, cores=0.5),
     Part("reducer", 45, REDUCER, cores=0.5),
     # It stops by itself, so that no case is cut off.
     Part("benchmarks", 150, module=("benchmarks", "--record", "--budget-s", "115")),

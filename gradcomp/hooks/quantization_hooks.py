@@ -195,7 +195,9 @@ def _largest_blocks(numel: int, world_size: int) -> int:
     """Return the longest block size, up to LARGEST_BLOCK, that fills a shard with little padding."""
     shard = max(1, -(-numel // world_size))
     num_blocks = -(-shard // LARGEST_BLOCK)
-    return -(-shard // (num_blocks * ALIGNMENT)) * ALIGNMENT
+    block_size = -(-shard // (num_blocks * ALIGNMENT)) * ALIGNMENT
+    # A bucket smaller than its block would be sent exactly.
+    return block_size if block_size <= numel else -(-numel // (2 * ALIGNMENT)) * ALIGNMENT
 
 
 # Quantized all-reduces without error feedback, kept from step to step.

@@ -153,7 +153,8 @@ class Sum(nn.Module):
         self.embed = nn.Identity()  # what sharded() expects
 
     def forward(self, given):
-        total = torch.zeros((), requires_grad=True)
+        # On the CPU, backward of the first layer would run beside the GPU's, in another thread.
+        total = torch.zeros((), requires_grad=True, device=self.own.terms[0].device)
         for layer, gradients_of_layer in zip((*self.layers, self.own), given, strict=True):
             if any(each is not None for each in gradients_of_layer):
                 total = layer(total, gradients_of_layer)

@@ -33,7 +33,8 @@ def test_what_is_inferred_of_hooks_that_average():
     assert claims_of(default_hooks.fp16_compress_hook).tolerance == Tolerance.rounding(torch.float16)
     assert claims_of(default_hooks.fp16_compress_hook).max_magnitude == pytest.approx(65504, rel=0.02)
     assert claims_of(default_hooks.bf16_compress_hook).precision == torch.bfloat16
-    assert claims_of(eight_bits).tolerance == Tolerance.levels(8)
+    for hook in (eight_bits, *(OURS[name][0] for name in ("pertensor", "perchannel"))):
+        assert claims_of(hook).tolerance == Tolerance.levels(8)
     assert claims_of(scaled_mean(1.02)).tolerance == Tolerance.levels(8)
 
 
