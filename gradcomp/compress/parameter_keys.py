@@ -35,6 +35,7 @@ class ParameterKeys:
         # another parameter, such as its copy, has taken it.
         self._inherited: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._first_buckets: list[str] = []  # their digests
+        self._seen: set[str] = set()  # keys of parameters that live in this step
 
     def inherit(self, other: "ParameterKeys") -> None:
         """Take over the keys of living parameters from the state that this one's state is a copy of."""
@@ -74,6 +75,7 @@ class ParameterKeys:
         names = [_WRAPPERS.sub("", name) for name, _ in pairs]
         while names and all(name.startswith(_DDP) for name in names):
             names = [_WRAPPERS.sub("", name.removeprefix(_DDP)) for name in names]
+        self.end_step()
         taken = self._taken_of(names)
         changed = []
         for name, (_, parameter) in zip(names, pairs, strict=True):
@@ -102,7 +104,13 @@ class ParameterKeys:
             if unnamed:
                 keys = self._of_first_bucket([shape for _, shape in unnamed])
                 self._key_of.update(zip((parameter for parameter, _ in unnamed), keys, strict=True))
-        return [self._key_of[parameter] for parameter in parameters]
+        found = [self._key_of[parameter] for parameter in parameters]
+        self._seen.update(found)
+        return found
+
+    def end_step(self) -> None:
+        """From now on parameters may be deleted."""
+        self._seen.clear()
 
     def _of_first_bucket(self, shapes: list[Shape]) -> list[str]:
         """Return the keys of new parameters: of deleted ones, if the program has rebuilt its model."""
@@ -119,6 +127,7 @@ class ParameterKeys:
 
     def _taken_of(self, keys: Sequence[str]) -> set[str]:
         """Return those of the keys that living parameters have."""
-        if not set(keys).isdisjoint(self._key_of.values()):
+        if not set(keys).intersection(self._key_of.values()) <= self._seen:
             gc.collect()  # frees a deleted model that still has these keys, perhaps on some ranks only
+            self._seen = self.known()
         return set(keys).intersection(self._key_of.values())

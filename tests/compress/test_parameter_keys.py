@@ -1,5 +1,6 @@
 """Test that a parameter has the same key in another run, by its name or by the first buckets."""
 
+import gc
 import re
 
 import pytest
@@ -95,8 +96,24 @@ def test_a_model_that_is_made_again_takes_the_deleted_ones_keys(named):
         if named:
             keys.name([("a", model[0])])
         found += brought(keys, model, [0])
+        keys.end_step()
         del model
     assert found == [found[0]] * 3
+
+
+def test_layers_of_the_same_shapes_are_not_searched_for_deleted_ones(monkeypatch):
+    """A collection takes up to a second, and a transformer's equal layers have hundreds of buckets."""
+    keys, searches = ParameterKeys(), []
+    monkeypatch.setattr(gc, "collect", lambda: searches.append(1))
+    layers = [tensors([(2, 3), (3,)]) for _ in range(20)]
+    found = [brought(keys, layer, [0, 1])[0] for layer in layers]
+    assert len(set(flat(found))) == 40
+    assert searches == []
+    keys.end_step()
+    brought(keys, others := tensors([(2, 3), (3,)]), [0, 1])
+    brought(keys, more := tensors([(2, 3), (3,)]), [0, 1])
+    assert searches == [1]
+    assert len(keys.known()) == 40 + len(others) + len(more)
 
 
 def test_names_may_come_after_the_first_step():
