@@ -3,6 +3,8 @@
 Every module in benchmarks/kernels/ is a family of operations. It defines cases(device, quick) ->
 Iterator[Case], see harness.py, and is found by itself.
 
+With --compile the kernels of the cases are compiled, for runs of all cases later, and nothing is timed.
+
 With --record a case's rows are written as soon as the case has been timed: a later failure loses nothing. A
 case with a wrong result has no rows.
 
@@ -18,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,22 +30,60 @@ from benchmarks import environment, outcomes
 from benchmarks.clock import Clock, gb_per_s
 from benchmarks.floor import floor_us
 from benchmarks.harness import Case, check
+from benchmarks.powersgd_problem import PASSES
 from benchmarks.records import RESULTS, Row, append, file_of, header, table
 
 COPY = "copy"  # the provider that copies as many bytes as the operation moves
 
+# The beginnings of the cases that come first on a GPU, as there may be no time for the last ones. First quick
+# cases of every family, then what large models add to them.
+FIRST = (
+    "quantization_hook",
+    "bf16_compress_hook",
+    "quantize 25 MiB, 4 bits, W=8 float32",
+    "average 25 MiB, 4 bits, W=8 float32",
+    "dequantize 25 MiB, 4 bits, W=8 float32",
+    "compress_cast 25 MiB float32->bfloat16",
+    "decompress_cast 25 MiB bfloat16->float32",
+    "flatten resnet50, 5 buckets float32",
+    "unflatten resnet50, 5 buckets float32",
+    "reducer resnet50, bucket views",
+    "powerSGD_hook resnet50, 5 buckets, r=4 float32",
+    "powerSGD_hook bert-large, 38 buckets, r=4 float32",
+    *(f"powerSGD {stage} bert-large, 38 buckets, r=4 float32" for stage in PASSES),
+    "powerSGD_hook bert-large, 38 buckets, r=4, int8 factors",
+    "reducer bert-large",
+    "powerSGD_hook gpt2-medium, 37 buckets, r=4 float32",
+    *(f"powerSGD_hook bert-large, 38 buckets, r={rank} float32" for rank in (32, 1, 8)),
+    "powerSGD_hook bert-large, 22 buckets, r=4 bfloat16",
+    "flatten bert-large, 38 buckets float32",
+    "unflatten bert-large, 38 buckets float32",
+)
+# The beginnings of cases that need no kernels beside other cases'. PowerSGD's depend on rank and dtype alone.
+COMPILED_BY_OTHERS = (
+    *("average ", "dequantize ", "reducer ", "powerSGD ", "powerSGD_hook gpt2-medium"),
+    *(f"powerSGD_hook bert-large, 38 buckets, r={rank} float32" for rank in (1, 4, 32)),
+)
+
 
 def discover(device: torch.device, quick: bool) -> list[Case]:
-    """List the cases of the hooks, PowerSGD, every module in benchmarks/kernels/, and the reducers.
-
-    The most important ones come first, as there may be no time for the last ones.
-    """
+    """List the cases: FIRST, then hooks, the modules in benchmarks/kernels/, the reducers, and PowerSGD."""
     folder = Path(__file__).parent / "kernels"
-    names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
-    modules = [f"benchmarks.{name}" for name in ("powersgd_hooks", "powersgd_stages", "hooks")]
-    modules += [f"benchmarks.kernels.{name}" for name in names] + ["benchmarks.reducer"]
-    found = [case for name in modules for case in importlib.import_module(name).cases(device, quick)]
-    return sorted(found, key=lambda case: not case.comes_first)
+    kernels = sorted(f"kernels.{module.name}" for module in pkgutil.iter_modules([str(folder)]))
+    names = ["hooks", *kernels, "reducer", "powersgd_hooks", "powersgd_stages"]
+    modules = [importlib.import_module(f"benchmarks.{name}") for name in names]
+    return sorted((case for module in modules for case in module.cases(device, quick)), key=_place)
+
+
+def _place(case: Case) -> int:
+    """Return the index in FIRST of the case's beginning, or beyond."""
+    return next((index for index, start in enumerate(FIRST) if str(case).startswith(start)), len(FIRST))
+
+
+def to_compile(cases: Iterable[Case]) -> list[Case]:
+    """Return enough of the cases to compile the kernels of all, those that take longest first."""
+    found = [case for case in cases if not str(case).startswith(COMPILED_BY_OTHERS)]
+    return sorted(found, key=lambda case: case.name != "powerSGD_hook")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,6 +91,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--filter", default="", help="only cases whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
+    text = "time nothing, but compile the kernels, of every Nth case from the Ith on, counted from 0"
+    parser.add_argument("--compile", metavar="I/N", help=text)
     parser.add_argument("--record", action="store_true", help="append the rows to --results")
     text = "a part of gpu-check that failed before, noted in the rows (repeatable)"
     parser.add_argument("--failed-part", action="append", default=[], help=text)
@@ -64,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(
     cases: Sequence[Case],
-    clock: Clock,
+    run: Callable[[Case], list[Row]],
     budget_s: float = float("inf"),
     keep: Callable[[list[Row]], object] = lambda rows: None,
     noted: Path | None = None,
@@ -75,25 +118,38 @@ def measure(
     """
     rows: list[Row] = []
     failed: list[str] = []
-    deadline = time.monotonic() + budget_s
+    start = time.monotonic()
     outcomes.plan(noted, map(str, cases))
     for number, case in enumerate(cases, 1):
-        if time.monotonic() > deadline:
+        seconds = time.monotonic() - start
+        if seconds > budget_s:
             return rows, failed, [str(case) for case in cases[number - 1 :]]
-        print(f"[{number}/{len(cases)}] {case}", flush=True)
+        print(f"[{number}/{len(cases)}] {seconds:.1f} s: {case}", flush=True)
         try:
-            case_rows = run_case(case, clock)
+            case_rows = run(case)
         except Exception as error:
             # One broken case must not hide the results of the others.
             traceback.print_exc(file=sys.stdout)
             failed.append(str(case))
             outcomes.note(noted, str(case), outcomes.FAILED, error=repr(error))
             continue
-        print(table(case_rows), flush=True)
+        if case_rows:
+            print(table(case_rows), flush=True)
         keep(case_rows)
         outcomes.note(noted, str(case), outcomes.PASSED)
         rows += case_rows
     return rows, failed, []
+
+
+def compile_case(case: Case) -> list[Row]:
+    """Call our providers once, which compiles their kernels for every process; return no rows."""
+    torch.cuda.empty_cache()  # other processes need the last case's memory
+    setup = case.build()
+    for name, provider in setup.providers.items():
+        if not name.startswith("torch"):
+            setup.restore(name)
+            provider()
+    return []
 
 
 def run_case(case: Case, clock: Clock) -> list[Row]:
@@ -160,6 +216,11 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
         print(f"benchmarks: no case's name holds {args.filter!r}; there are:")
         print("\n".join(f"  {case}" for case in found))
         return 1
+    if args.compile:
+        index, count = map(int, args.compile.split("/"))
+        selected = to_compile(selected)[index::count]
+        _, failed, _ = measure(selected, compile_case, args.budget_s, noted=args.outcomes)
+        return int(bool(failed))
     clock = Clock(device, args.quick)
     print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)\n{header()}")
     facts["failed_parts"] = args.failed_part
@@ -169,7 +230,9 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
         if args.record:
             append(path, ({**facts, **row} for row in rows))
 
-    rows, failed, skipped = measure(selected, clock, args.budget_s, keep, args.outcomes)
+    rows, failed, skipped = measure(
+        selected, partial(run_case, clock=clock), args.budget_s, keep, args.outcomes
+    )
     for name in failed:
         print(f"benchmarks: FAILED {name}")
     for name in skipped:

@@ -7,6 +7,7 @@ kernels     the kernels against float64 and plain torch, those first whose failu
 arrival     PowerSGD's arrival counters under contention
 hooks       streams and hooks, on NCCL and gloo
 reducer     the Reducer, the wrapper and FSDP2
+compile     what the benchmarks need, in several processes
 benchmarks  python -m benchmarks: beside torch's hooks and beside a copy of as many bytes
 
 Each part has a time limit. A part that fails or is killed at its limit doesn't stop the next one. As soon as
@@ -87,6 +88,7 @@ class Part:
     tests: files and folders whose tests on the device it runs.
     cores: the share of the cores that get a process each. Some are left to the ranks of tests.
     module: the program that it runs instead of tests, and its options.
+    shares: the number of processes that share a program's cases; 0 if the program runs once.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Part:
     tests: tuple[str, ...] = ()
     cores: float = 0.0
     module: tuple[str, ...] = ()
+    shares: int = 0
 
     def commands(self, args: argparse.Namespace, scratch: Path, failed: Sequence[str]) -> list[list[str]]:
         """Return the arguments of each of its processes, which note outcomes in the scratch folder."""
@@ -102,7 +105,9 @@ class Part:
             options = ["--results", str(args.results), *self.module[1:]]
             options += [option for part in failed for option in ("--failed-part", part)]
             options += ["--quick"] * (args.device == "cpu")
-            return [["-m", self.module[0], *options, *noted]]
+            command = ["-m", self.module[0], *options, *noted]
+            count = min(self.shares, os.cpu_count() or 1)
+            return [[*command, "--compile", f"{i}/{count}"] for i in range(count)] or [command]
         command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.claimed", "--claims", str(scratch)]
         command += ["-m", "device", *self.tests, *shlex.split(args.tests), *noted]
         if args.device == "cpu" and not args.tests:
@@ -122,8 +127,10 @@ PARTS = (
     Part("arrival", 60, (ARRIVAL,)),
     Part("hooks", 90, HOOKS, cores=0.5),
     Part("reducer", 45, REDUCER, cores=0.5),
+    # Together they take 45 GB of the GPU's memory.
+    Part("compile", 45, module=("benchmarks",), shares=8),
     # It stops by itself, so that no case is cut off.
-    Part("benchmarks", 150, module=("benchmarks", "--record", "--budget-s", "115")),
+    Part("benchmarks", 170, module=("benchmarks", "--record", "--budget-s", "145")),
 )
 
 

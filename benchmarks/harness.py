@@ -20,13 +20,14 @@ class Setup:
     providers: by name, the call to time, which returns its result tensors.
     reference: yields the right results in float64, one per result tensor.
     outputs: tensors to fill with NaN before each provider is checked.
-    restore: restores the inputs before each provider is checked, for providers that work in place.
+    restore: restores the inputs of the provider of that name before it is checked, for providers that work in
+        place. The timed calls begin with what the check has left.
     """
 
     providers: dict[str, Provider]
     reference: Callable[[], Iterable[torch.Tensor]]
     outputs: Sequence[torch.Tensor] = ()
-    restore: Callable[[], object] = lambda: None
+    restore: Callable[[str], object] = lambda provider: None
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Case:
     seconds: the time limit of its rounds, if the clock's is too long.
     num_buckets: the number of buckets in a call, for the host's time per bucket.
     num_elements: the number of gradient elements, for the bytes per element; None if that is meaningless.
-    comes_first: whether it is timed before all cases that don't come first, as there may be no time for them.
     """
 
     name: str
@@ -56,7 +56,6 @@ class Case:
     seconds: float | None = None
     num_buckets: int = 1
     num_elements: int | None = None
-    comes_first: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.label} {self.dtype}"
@@ -103,7 +102,7 @@ def check(case: Case, setup: Setup) -> dict[str, float]:
     errors = {}
     references = list(setup.reference())
     for name, provider in setup.providers.items():
-        setup.restore()
+        setup.restore(name)
         for output in setup.outputs:
             output.fill_(float("nan"))
         results = provider()
@@ -115,5 +114,4 @@ def check(case: Case, setup: Setup) -> dict[str, float]:
                 raise WrongResultError(f"{case}: {name} is off by {each:.3g}, allowed {case.max_error:.3g}")
             error = max(error, each)
         errors[name] = error
-    setup.restore()
     return errors

@@ -67,7 +67,7 @@ MAX_QUANTIZED_ERROR = 0.2  # of the norm of normal gradients: what two roundings
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    case = partial(Case, label="25 MiB bucket, W=1", dtype="float32", comes_first=True)
+    case = partial(Case, label="25 MiB bucket, W=1", dtype="float32")
     for name, (dtype, passes) in DEFAULT_HOOKS.items():
         hooks = {
             "gradcomp": (getattr(default_hooks, name), lambda: None),
@@ -101,7 +101,7 @@ def _calling(hooks: Mapping[str, tuple[Hook, Callable[[], Any]]], device: torch.
     return Setup(
         {name: partial(call, hook, bucket, make_state()) for name, (hook, make_state) in hooks.items()},
         reference=lambda: [gradient.double()],
-        restore=lambda: buffer.copy_(gradient),
+        restore=lambda _: buffer.copy_(gradient),
     )
 
 

@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 from benchmarks.harness import Case, Setup
 from benchmarks.hooks import FakeBucket, call, join_group_of_one
-from benchmarks.powersgd_problem import HOOK_STAGES, NUM_FIRST, Problem, problems
+from benchmarks.powersgd_problem import HOOK_STAGES, Problem, problems
 from gradcomp.hooks import powerSGD_hook as power_sgd
 from gradcomp.layout import PowerSGDLayout
 
@@ -49,13 +49,7 @@ INT8_LAUNCHES = 11
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for number, (label, problem) in enumerate(problems(device, quick)):
         case = problem.case(
-            "powerSGD_hook",
-            label,
-            HOOK_STAGES,
-            _hooks,
-            max_error=MAX_ERROR[problem.dtype],
-            baseline="torch",
-            comes_first=number < NUM_FIRST,
+            "powerSGD_hook", label, HOOK_STAGES, _hooks, max_error=MAX_ERROR[problem.dtype], baseline="torch"
         )
         yield case
         if number == 0:
@@ -93,21 +87,19 @@ def _hooks(problem: Problem, factor_dtype: torch.dtype | None = None) -> Setup:
         for bucket, gradient in zip(buckets[name], gradients, strict=True):
             bucket.buffer().copy_(gradient)
 
-    def restore() -> None:
+    def restore(name: str) -> None:
         """Begin a training: the next step is the third compressed one."""
         options: dict[str, Any] = {"matrix_approximation_rank": problem.rank, "start_powerSGD_iter": START}
-        states["gradcomp"] = power_sgd.PowerSGDState(None, factor_dtype=factor_dtype, **options)
-        for name, batched in (("torch", False), ("torch_batched", True)):
-            states[name] = torch_power_sgd.PowerSGDState(
-                None, orthogonalization_epsilon=1e-8, batch_tensors_with_same_shape=batched, **options
-            )
-        for name in PROVIDERS:
-            for _ in range(START + NUM_COMPRESSED):
-                refill(name)
-                step(name)
+        if name == "gradcomp":
+            states[name] = power_sgd.PowerSGDState(None, factor_dtype=factor_dtype, **options)
+        else:
+            options["batch_tensors_with_same_shape"] = name == "torch_batched"
+            states[name] = torch_power_sgd.PowerSGDState(None, orthogonalization_epsilon=1e-8, **options)
+        for _ in range(START + NUM_COMPRESSED):
             refill(name)
+            step(name)
+        refill(name)
 
-    restore()
     return Setup(
         {name: partial(step, name) for name in PROVIDERS},
         reference=lambda: (gradient.double() for gradient in gradients),

@@ -28,7 +28,6 @@ CUDA_PROBLEMS = [
     *((model, torch.float32, rank) for model in ("resnet50", "gpt2-medium") for rank in (32, 1)),
     ("bert-large", torch.bfloat16, 32),
 ]
-NUM_FIRST = 4  # of these come before other operations
 NUM_BY_STAGE = 8  # of these are timed stage by stage, too
 
 # Passes over an element of a compressed matrix, by stage; M is kept, and the error rebuilt from it. project

@@ -83,7 +83,7 @@ def _training(shapes: Sequence[models.Shape], device: torch.device, options: dic
     return Setup(
         {"gradcomp": partial(_step, ours, ours, reducer), "torch": partial(_step, wrapped, theirs, None)},
         reference=lambda: (gradient.double() for gradient in right),
-        restore=lambda: torch._foreach_copy_(gradients, right),
+        restore=lambda _: torch._foreach_copy_(gradients, right),
     )
 
 

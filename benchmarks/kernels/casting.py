@@ -21,9 +21,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for mib in (1, 25) if quick else (1, 25, 100):
         numel = mib * 2**20 // 4
         for dtype in (torch.float16, torch.bfloat16):
-            describe = partial(
-                Case, label=f"{mib} MiB", num_bytes=numel * (4 + 2), baseline="torch", comes_first=mib == 25
-            )
+            describe = partial(Case, label=f"{mib} MiB", num_bytes=numel * (4 + 2), baseline="torch")
             wire = str(dtype).removeprefix("torch.")
             yield describe(
                 "compress_cast",

@@ -50,7 +50,6 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 min_launches=len(bucket_shapes),
                 max_error=rounding_error(dtype),
                 baseline="torch_ddp",
-                comes_first=(model, dtype) == ("bert-large", torch.float32),
             )
             yield describe("flatten", build=partial(_gathering, bucket_shapes, dtype, device))
             yield describe("unflatten", build=partial(_scattering, bucket_shapes, dtype, device))

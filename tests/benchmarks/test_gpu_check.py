@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+from benchmarks import __main__ as bench
 from benchmarks import gpu_check
 from benchmarks.records import read
 from tests.programs import ROOT, run_python
@@ -58,8 +59,18 @@ def test_an_interpreter_that_needs_an_older_numpy_is_named(triton_version, numpy
 
 def test_the_parts_end_within_eight_minutes():
     parts = {part.name: part.limit_s for part in gpu_check.PARTS}
-    assert list(parts) == ["kernels", "arrival", "hooks", "reducer", "benchmarks"]
-    assert sum(parts.values()) <= 405
+    assert list(parts) == ["kernels", "arrival", "hooks", "reducer", "compile", "benchmarks"]
+    assert sum(parts.values()) <= 470
+
+
+def test_processes_share_the_kernels_to_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    [part] = [part for part in gpu_check.PARTS if part.name == "compile"]
+    status, [row] = run_parts(tmp_path, monkeypatch, [part])
+    assert status == 0
+    cases = bench.to_compile(bench.discover(torch.device("cpu"), quick=True))
+    assert row["counts"] == {"passed": len(cases)}
+    assert not list(tmp_path.glob("cpu*-threads.jsonl"))  # nothing was timed
 
 
 def test_every_test_on_the_device_is_in_a_part():
