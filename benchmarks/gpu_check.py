@@ -7,7 +7,7 @@ kernels     the kernels against float64 and plain torch, those first whose failu
 arrival     PowerSGD's arrival counters under contention
 hooks       streams and hooks, on NCCL and gloo
 reducer     the Reducer, the wrapper and FSDP2
-compile     what the benchmarks need, in several processes
+compile     the benchmarks' kernels, in several processes
 benchmarks  python -m benchmarks: beside torch's hooks and beside a copy of as many bytes
 
 Each part has a time limit. A part that fails or is killed at its limit doesn't stop the next one. As soon as
