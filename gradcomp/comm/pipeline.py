@@ -73,6 +73,11 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
             self._pipeline.finish()
         return super().wait()
 
+    def advance(self) -> None:
+        """Wait for the collectives under way, and run the next stage of each bucket in the pipeline."""
+        if not self.done():
+            self._pipeline.finish(num_stages=1)
+
     def then(self, callback: Callable[[Any], Any]) -> Any:
         chained = PipelinedFuture(self._pipeline, self._device)
 
@@ -164,9 +169,13 @@ class Pipeline:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         return future
 
-    def finish(self) -> None:
-        """Take all buckets to their end, one stage each in turn; on a CPU the oldest first."""
-        while self._running:
+    def finish(self, num_stages: int = -1) -> None:
+        """Take all buckets to their end, one stage each in turn; on a CPU the oldest first.
+
+        num_stages: the number of stages to run; -1 for all.
+        """
+        while self._running and num_stages:
+            num_stages -= 1
             running, self._running = self._running, []
             on_streams = [each for each in running if has_streams(each.device)]
             on_host = [each for each in reversed(running) if not has_streams(each.device)]

@@ -26,6 +26,11 @@ def is_name(key: str) -> bool:
     return not key.startswith(_UNNAMED)
 
 
+def without_wrappers(name: str) -> str:
+    """Return a parameter's name without the parts that torch.compile and checkpoint_wrapper add."""
+    return _WRAPPERS.sub("", name)
+
+
 class ParameterKeys:
     """The keys of a state's parameters. No two living parameters have the same key."""
 
@@ -35,7 +40,8 @@ class ParameterKeys:
         # another parameter, such as its copy, has taken it.
         self._inherited: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._first_buckets: list[str] = []  # their digests
-        self._seen: set[str] = set()  # keys of parameters that live in this step
+        # The keys of parameters that live in this step; parameters may be deleted between steps.
+        self.of_step: set[str] = set()
 
     def inherit(self, other: "ParameterKeys") -> None:
         """Take over the keys of living parameters from the state that this one's state is a copy of."""
@@ -72,10 +78,10 @@ class ParameterKeys:
                     "number_parameters takes model.named_parameters(), pairs of a name and a tensor, got "
                     f"{type(each).__name__}"
                 )
-        names = [_WRAPPERS.sub("", name) for name, _ in pairs]
+        names = [without_wrappers(name) for name, _ in pairs]
         while names and all(name.startswith(_DDP) for name in names):
-            names = [_WRAPPERS.sub("", name.removeprefix(_DDP)) for name in names]
-        self.end_step()
+            names = [without_wrappers(name.removeprefix(_DDP)) for name in names]
+        self.of_step.clear()
         taken = self._taken_of(names)
         changed = []
         for name, (_, parameter) in zip(names, pairs, strict=True):
@@ -105,12 +111,8 @@ class ParameterKeys:
                 keys = self._of_first_bucket([shape for _, shape in unnamed])
                 self._key_of.update(zip((parameter for parameter, _ in unnamed), keys, strict=True))
         found = [self._key_of[parameter] for parameter in parameters]
-        self._seen.update(found)
+        self.of_step.update(found)
         return found
-
-    def end_step(self) -> None:
-        """From now on parameters may be deleted."""
-        self._seen.clear()
 
     def _of_first_bucket(self, shapes: list[Shape]) -> list[str]:
         """Return the keys of new parameters: of deleted ones, if the program has rebuilt its model."""
@@ -127,7 +129,7 @@ class ParameterKeys:
 
     def _taken_of(self, keys: Sequence[str]) -> set[str]:
         """Return those of the keys that living parameters have."""
-        if not set(keys).intersection(self._key_of.values()) <= self._seen:
+        if not set(keys).intersection(self._key_of.values()) <= self.of_step:
             gc.collect()  # frees a deleted model that still has these keys, perhaps on some ranks only
-            self._seen = self.known()
+            self.of_step = self.known()
         return set(keys).intersection(self._key_of.values())

@@ -351,7 +351,7 @@ class ParameterStates:
 
     def end_step(self) -> None:
         """Forget the buckets of deleted parameters, except those that the ending step has used."""
-        self.keys.end_step()
+        self.keys.of_step.clear()
         self._of_last_step, self._of_step = self._of_step, {}
         of_step = list(map(id, self._of_last_step.values()))
         self._buckets = [

@@ -216,6 +216,14 @@ class SavedState(ConfiguredState):
             "parameters": entries,
         }
 
+    def shared_state_dict(self) -> dict[str, Any]:
+        """Return the state_dict for a rank that joins others: errors, which are a rank's own, are zero."""
+        found = self.state_dict()
+        for entry in found["parameters"].values():
+            if (error := entry.get("error")) is not None:
+                entry["error"] = error.new_zeros((), device=error.device).expand(error.shape)  # one element
+        return found | {"errors_of": None}
+
     @property
     def state(self) -> Entries:
         """What is kept of each parameter, copied: {name: {"error": [as the parameter], ...}}.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
+from gradcomp.comm.pipeline import PipelinedFuture
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 from gradcomp.comm.streams import require_no_capture
 from gradcomp.device import has_streams
@@ -57,6 +58,8 @@ def average_(
 class Averaging:
     """An average of tensors that is under way. For the arguments and errors see average_.
 
+    parameters: one per tensor, in its shape, by which the state knows it; None: see average_.
+    indices: the first bucket's index, and the step from one bucket's index to the next.
     waits_at_once: whether wait() is the next call. Otherwise the host doesn't wait here.
     """
 
@@ -68,6 +71,8 @@ class Averaging:
         process_group: dist.ProcessGroup | None = None,
         *,
         keys: Sequence[Hashable] | None = None,
+        parameters: Sequence[torch.Tensor] | None = None,
+        indices: tuple[int, int] = (0, 1),
         waits_at_once: bool = False,
     ):
         _check(tensors, keys)
@@ -78,26 +83,38 @@ class Averaging:
             raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
         is_group = isinstance(state, dist.ProcessGroup)
         group = resolve_group("average_", state) if is_group else getattr(state, "process_group", None)
-        paired, layout_of = _paired(tensors, state, keys)
+        if parameters is None:
+            paired = _paired(tensors, state, keys)
+        else:
+            paired = list(zip(parameters, tensors, strict=True))
         pairs_of: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for parameter, tensor in paired:
             pairs_of.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
         # Tensors with their flat buffer, the parts of it that are theirs, and the future of its average.
         self._buckets: list[tuple[Any, FlatLayout, torch.Tensor, Any, Explaining, Any]] = []
-        for index, ((dtype, device), pairs) in enumerate(pairs_of.items()):
-            parameters, members = map(list, zip(*pairs, strict=True))
-            layout = layout_of(tuple(member.shape for member in members))
+        for number, ((dtype, device), pairs) in enumerate(pairs_of.items()):
+            index = indices[0] + number * indices[1]
+            known, members = map(list, zip(*pairs, strict=True))
+            layout = _layout_of(tuple(member.shape for member in members))
             buffer = torch.empty(layout.numel, dtype=dtype, device=device)
             split = zip(buffer.split(layout.numels), members, strict=True)
             parts = [part.view(member.shape) for part, member in split]
             ops.flatten(members, layout, out=buffer, parts=parts)
             # On a CPU the last bucket's hook waits for all collectives.
-            is_last = index == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
-            given: Any = GradBucket(index, buffer, parameters, is_last)
+            is_last = number == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
+            given: Any = GradBucket(index, buffer, known, is_last)
             operation = Explaining.averaging(index, f"{name_of(self._hook)} in average_", joined_group(group))
             with operation:
                 future = self._hook(state, given)
             self._buckets.append((members, layout, buffer, parts, operation, future))
+        self._ends_step = bool(self._buckets) and not is_last and hasattr(state, "end_step")
+        self._state = state
+
+    def advance(self) -> None:
+        """On a CPU, wait for the collective under way, and begin the next one, if the hook has several."""
+        for *_, future in self._buckets:
+            if isinstance(future, PipelinedFuture):
+                future.advance()
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -113,7 +130,9 @@ class Averaging:
                     torch._foreach_copy_(members, parts)
             else:
                 ops.unflatten(buffer, layout, out=members, parts=parts)
-        self._buckets = []
+        if self._ends_step:  # no bucket has said that it is the last
+            self._state.end_step()
+        self._buckets, self._ends_step = [], False
 
 
 def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> None:
@@ -157,7 +176,6 @@ class _Slots:
         self._with_key: dict[Hashable, _Slot] = {}
         self._without: list[_Slot] = []
         self._num_made = 0
-        self.layout_of = lru_cache(maxsize=64)(FlatLayout)  # most lists come again
 
     def of(self, state: Any, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Slot]:
         """Return each tensor's slot. The state knows a slot with a key by that name, in checkpoints too."""
@@ -194,20 +212,18 @@ class _Slots:
 
 
 _slots_of: MutableMapping[Any, _Slots] = WeakIdKeyDictionary()
+_layout_of = lru_cache(maxsize=64)(FlatLayout)  # most lists come again
 
 
 def _paired(
     tensors: Sequence[torch.Tensor], state: Any, keys: Sequence[Hashable] | None
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], Callable[[Any], FlatLayout]]:
-    """Pair each tensor with the parameter that hooks see, in an order independent of the list's.
-
-    Returns the pairs, and a function that makes layouts from shapes.
-    """
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair each tensor with the parameter that hooks see, in an order independent of the list's."""
     if state is None or isinstance(state, dist.ProcessGroup):
-        return list(zip(tensors, tensors, strict=True)), FlatLayout
+        return list(zip(tensors, tensors, strict=True))
     slots = _slots_of.get(state)
     if slots is None:
         slots = _slots_of[state] = _Slots()
     pairs = list(zip(slots.of(state, tensors, keys), tensors, strict=True))
     pairs.sort(key=lambda pair: pair[0].order)
-    return [(slot.parameter, tensor) for slot, tensor in pairs], slots.layout_of
+    return [(slot.parameter, tensor) for slot, tensor in pairs]

@@ -149,7 +149,7 @@ class Agreement:
 
     def expect(self, state: Any, hook: Any) -> None:
         """Compare the ranks again in the next step. Raises ValueError for a group that torch doesn't know."""
-        require_group(_name_of(hook), _group_of(state, hook), "state's process group")
+        require_group(common_name_of(hook), _group_of(state, hook), "state's process group")
         self.group = self
 
     def require(self, state: Any, hook: Any) -> None:
@@ -161,8 +161,8 @@ class Agreement:
         is_group = state is None or isinstance(state, dist.ProcessGroup)
         others = None if group is None else dist.get_process_group_ranks(group)
         values = self._options | {
-            "hook": None if hook is None else _name_of(hook),
-            "the state's type": None if is_group else _name_of(type(state)),
+            "hook": None if hook is None else common_name_of(hook),
+            "the state's type": None if is_group else common_name_of(type(state)),
             "the state's process group": None if others is None else f"ranks {others}",
         }
         advice = "Register the same hook on every rank, with the same options"
@@ -171,7 +171,7 @@ class Agreement:
         ranks = dist.get_process_group_ranks(self._group)
         if others is not None and sorted(ranks) != sorted(others):
             raise RuntimeError(
-                f"the communication hook {_name_of(hook)} averages over the ranks {others}, but the "
+                f"the communication hook {common_name_of(hook)} averages over the ranks {others}, but the "
                 f"parameters are averaged over {ranks}. Give the hook's state the process group that "
                 "DistributedDataParallel or the Reducer has; None means the default group"
             )
@@ -188,20 +188,20 @@ def _group_of(state: Any, hook: Any) -> dist.ProcessGroup | None:
     if isinstance(state, dist.ProcessGroup):
         return state
     if state is None:
-        tells = _name_of(hook).endswith(_ALL_REDUCE_HOOKS) and "default_hooks" in _name_of(hook)
+        tells = common_name_of(hook).endswith(_ALL_REDUCE_HOOKS) and "default_hooks" in common_name_of(hook)
     else:
         tells = hasattr(state, "process_group")
     group = getattr(state, "process_group", None) or dist.group.WORLD
     return group if tells and isinstance(group, dist.ProcessGroup) else None
 
 
-def _name_of(function: Any) -> str:
+def common_name_of(function: Any) -> str:
     """Return a name that all processes have for a function: without addresses, and __main__'s as __main__."""
     if isinstance(function, partial):
-        return f"partial of {_name_of(function.func)}"
+        return f"partial of {common_name_of(function.func)}"
     name = getattr(function, "__qualname__", None)
     if not isinstance(name, str):
-        return f"an instance of {_name_of(type(function))}"
+        return f"an instance of {common_name_of(type(function))}"
     # A spawned process calls its parent's __main__ __mp_main__.
     module = "__main__" if function.__module__ == "__mp_main__" else function.__module__
     # A compress wrapper's name contains the repr of a hook without a name, with addresses.

@@ -96,7 +96,7 @@ def test_a_model_that_is_made_again_takes_the_deleted_ones_keys(named):
         if named:
             keys.name([("a", model[0])])
         found += brought(keys, model, [0])
-        keys.end_step()
+        keys.of_step.clear()
         del model
     assert found == [found[0]] * 3
 
@@ -109,7 +109,7 @@ def test_layers_of_the_same_shapes_are_not_searched_for_deleted_ones(monkeypatch
     found = [brought(keys, layer, [0, 1])[0] for layer in layers]
     assert len(set(flat(found))) == 40
     assert searches == []
-    keys.end_step()
+    keys.of_step.clear()
     brought(keys, others := tensors([(2, 3), (3,)]), [0, 1])
     brought(keys, more := tensors([(2, 3), (3,)]), [0, 1])
     assert searches == [1]

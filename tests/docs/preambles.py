@@ -30,6 +30,20 @@ from gradcomp.compress import load_from_dcp, per_rank_state_dict
 state = QuantizationState(replicate_group, bits=4)
 folder = "fsdp-checkpoint"
 """,
+    ("docs/frameworks/local_steps.md", 1): FRESH
+    + """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.local_steps import LocalSteps
+num_sites = world_size
+""",
+    ("docs/frameworks/local_steps.md", 2): """
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from gradcomp.compress import load_from_dcp, per_rank_state_dict
+folder = "local-steps-checkpoint"
+""",
     ("docs/hooks.md", 2): FRESH
     + "from gradcomp.hooks.quantization_hooks import quantization_perchannel_hook",
     ("docs/what_compression_cant_know.md", 0): HOOKED
@@ -71,7 +85,10 @@ settings(max_examples=3, deadline=None)(test_replicas)()
 }
 
 # Replacements in a page's code, for two ranks on a machine without GPUs.
-INSTEAD = {("docs/fsdp.md", 1): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"}}
+INSTEAD = {
+    ("docs/fsdp.md", 1): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"},
+    ("docs/frameworks/local_steps.md", 1): {'"cuda"': '"cpu"', "(num_sites, 8)": "(num_sites, 1)"},
+}
 
 # Blocks that simulate ranks themselves, or need none: they run in a process without a group.
 WITHOUT_GROUP = {("README.md", 1), *(("docs/testing.md", number) for number in range(5)), ("docs/plan.md", 0)}

@@ -40,7 +40,7 @@ def new_model() -> Model:
     return Model()
 
 
-def train(model: nn.Module) -> None:
+def train(model: nn.Module, local_steps: Any = None) -> None:
     """Train on different data on every rank; raise if the ranks' weights then differ."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -48,6 +48,8 @@ def train(model: nn.Module) -> None:
         optimizer.zero_grad()
         model(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
         optimizer.step()
+    if local_steps is not None:
+        local_steps.join()
     weights = [torch.zeros(()) for _ in range(dist.get_world_size())]
     dist.all_gather(weights, sum_of(model))
     assert all(torch.equal(weights[0], other) for other in weights), f"the ranks' weights differ: {weights}"
@@ -73,7 +75,7 @@ def run_in_rank(rank: int, blocks: Sequence[Block], folder: str) -> None:
         execute_block(block, names)
         execute(AFTER.get(block.key, ""), f"after {block.page}:{block.line}", names)
         for model in averaged(names):
-            train(model)
+            train(model, names.get("local_steps"))
         dist.barrier()
     names.clear()
 

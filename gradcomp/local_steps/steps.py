@@ -1,0 +1,379 @@
+"""Local steps: every rank trains by itself for a while; then all average how far their weights have gone.
+
+    H local steps     every rank with its own optimizer and data
+    exchange          pseudo-gradient = common weights − own weights, averaged over the ranks, compressed
+    outer step        the outer optimizer applies the average to the common weights, on every rank alike
+
+With fragments, a part of the weights is exchanged at a time, in turn. With a delay, an exchange is under way
+during the next local steps. If FSDP2 shards the model within a site, each rank exchanges its shards with the
+ranks of other sites that hold the same ones.
+
+Sources: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017
+(averaging); Douillard et al., "DiLoCo", 2023, algorithm 1 (outer optimizer), and "Streaming DiLoCo", 2025
+(fragments and delay).
+"""
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..comm.bucket import Hook, name_of
+from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
+from ..comm.process_group import device_for, resolve_group
+from ..comm.reduced_values import ReducedValues
+from ..compress import CompressorState
+from ..reducer import broadcast_coalesced
+from ..reducer.average import Averaging
+from ..reducer.parameters import common_name_of
+from ..rules import described
+from .checkpoint import SavedSteps, require_numbers
+from .weights import CommonWeights, OwnWeights, Tensors
+
+__all__ = ["LocalSteps"]
+
+
+@dataclass
+class _Exchange:
+    """An exchange that is under way.
+
+    num_steps: the number of local steps since it began.
+    hooks_step: the hook's step, if it counts.
+    moved: the pseudo-gradients, which become their averages.
+    begun: the weights when it began; empty without a delay.
+    counts: the numbers of ranks that give something in the next exchange, and of those that do in this one.
+    """
+
+    hooks_step: int | None
+    moved: Tensors
+    begun: Tensors
+    averaging: Averaging
+    counts: ReducedValues
+    num_steps: int = 0
+
+
+class LocalSteps(SavedSteps):
+    """Trains a model with rare exchanges. Call step() after every step of the inner optimizer.
+
+    model: the model, without DistributedDataParallel; whole, or sharded with fully_shard over a 1-D mesh of
+        the ranks of a site. The first rank's weights and buffers are copied to all ranks.
+    outer_optimizer: an optimizer over the model's trainable parameters, which applies averaged
+        pseudo-gradients; torchft's DiLoCo calls it so, too. Its parameters become the common weights. None:
+        SGD with learning rate 1, which makes the weights the average of all ranks' weights.
+    every: local steps from one exchange of a weight to the next; torchft's sync_every.
+    hook, state: as for register_comm_hook. Pseudo-gradients are averaged with them, and error feedback works
+        from one exchange to the next. A state counts exchanges as its steps. None: an all-reduce.
+    fragments: parts of about equal size that are exchanged in turn, one every `every / fragments` steps.
+    delay: local steps during which an exchange is under way; torchft's fragment_sync_delay. What a rank
+        learns meanwhile stays in its weights.
+    process_group: the ranks, without a hook; None for the default group. A hook has its group in its state.
+        For a sharded model one rank of every site: those that hold the same shards.
+
+    Memory: a copy of the weights, at least in fp32, and a fragment's pseudo-gradients during its exchange.
+    Buffers, such as BatchNorm's, stay each rank's own.
+
+    Raises TypeError for another model, outer_optimizer or hook state; ValueError for numbers and meshes that
+    don't fit; RuntimeError on every rank if the ranks' models or numbers differ.
+
+    Example::
+
+        local_steps = LocalSteps(model, every=20, hook=quantization_hook, state=QuantizationState(bits=4))
+        for batch in batches:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            local_steps.step()
+        local_steps.join()
+    """
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: nn.Module,
+        outer_optimizer: torch.optim.Optimizer | None = None,
+        every: int = 20,
+        hook: Hook | None = None,
+        state: Any = None,
+        fragments: int = 1,
+        *,
+        delay: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"LocalSteps takes a model, got {described(model)}")
+        _require_state(hook, state, process_group)
+        self._hook, self._state, self._process_group = hook, state, process_group
+        self._own = OwnWeights(model)
+        numels = {name: each.numel() for name, each in self._own.params.items()}
+        require_numbers(every, fragments, delay, len(numels))
+        self._every, self._delay, self._fragments = every, delay, _divided(numels, fragments)
+        self._num_since = self._num_exchanges = self._num_active = 0
+        self._under_way: _Exchange | None = None
+        self._common = CommonWeights(self._own.params, outer_optimizer)
+        self._keys = self._own.keys()
+        if hasattr(state, "number_parameters"):
+            # The state may average the model's gradients, too.
+            state.number_parameters((f"local_steps({name})", each) for name, each in self._keys.items())
+        self._meet(is_new=True)
+
+    @property
+    def outer_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that applies averaged pseudo-gradients to the common weights."""
+        return self._common.optimizer
+
+    @property
+    def every(self) -> int:
+        """Local steps from one exchange of a weight to the next. Assign to change it, on every rank alike."""
+        return self._every
+
+    @every.setter
+    def every(self, value: int) -> None:
+        require_numbers(value, len(self._fragments), self._delay, len(self._own.params))
+        self._every = value
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def step(self) -> None:
+        """Count a local step; begin or apply an exchange if it is time for it. Call it on every rank.
+
+        Raises RuntimeError if the model has other trainable parameters than at construction, and the errors
+        of a failed exchange. What a rank has learned then stays in its weights, for the next exchange.
+        """
+        self._num_since += 1
+        if (exchange := self._under_way) is not None:
+            exchange.num_steps += 1
+            if exchange.num_steps == self._delay:
+                self._apply()
+            elif exchange.num_steps == self._delay // 2:  # most hooks have two collectives
+                exchange.averaging.advance()
+        if self._num_since >= self._every // len(self._fragments):
+            self._begin(gives=True, gives_again=True)
+            self._num_since = 0
+            if self._delay == 0:
+                self._apply()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Take the present weights as the common ones, after you have averaged or loaded them yourself.
+
+        Call it on every rank. The weights must be equal on all ranks.
+
+        Raises RuntimeError if a hook's exchange is under way, unless its state has keep_undo = True.
+        """
+        if self._under_way is not None:
+            keeps_errors = hasattr(self._state, "undo_step")
+            if keeps_errors and not self._state.keep_undo:
+                raise RuntimeError(
+                    "restart() can't take back what the exchange under way has changed in the hook's errors: "
+                    "call it after the exchange, or set state.keep_undo = True"
+                )
+            exchange = self._finished()
+            if keeps_errors:
+                self._state.undo_step(exchange.hooks_step)
+        self._num_since = 0
+        self._common.load(self._own.params)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def join(self) -> None:
+        """Take part in the other ranks' exchanges until every rank has come here.
+
+        Call it on every rank at the end: by a rank that has no more data, too, while others go on. It first
+        gives what this rank has learned since its last exchanges. All ranks return with equal weights.
+        """
+        if self._under_way is not None:
+            self._apply()
+        num_left = len(self._fragments)
+        while self._num_active:
+            num_left -= 1
+            gives_again = num_left > 0
+            # The last fragment may have been exchanged in this very step.
+            self._begin(gives=gives_again or (num_left == 0 and self._num_since > 0), gives_again=gives_again)
+            self._apply()
+        self._num_active, self._num_since = self._group.size(), 0
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def regroup(self, process_group: dist.ProcessGroup) -> None:
+        """Go on with another group, after ranks were lost or before others join, between two steps.
+
+        Every rank of the group must call it, except new ranks, which construct a LocalSteps with the group.
+        They take the common weights, the outer optimizer's state and the counts of a rank that has gone
+        furthest, and the part of a hook's state that ranks share. Their errors are zero. So does a rank that
+        an error has kept from an exchange which others have completed.
+
+        An exchange under way is completed, or dropped if it fails: what a rank has learned stays in its
+        weights. With state.keep_undo = True the errors are then as before the exchange.
+
+        Raises the errors of the constructor.
+        """
+        if self._under_way is not None:
+            with suppress(RuntimeError):
+                self._apply()
+        if self._hook is None:
+            self._process_group = process_group
+        elif hasattr(self._state, "process_group"):
+            self._state.process_group = process_group
+        else:
+            self._state = process_group
+        self._meet(is_new=False)
+
+    def _meet(self, *, is_new: bool) -> None:
+        """Compare the ranks of the group, and take over what differs from a rank that has gone furthest."""
+        given = self._process_group
+        if self._hook is not None:
+            given = getattr(self._state, "process_group", self._state)
+        self._group = group = resolve_group("LocalSteps", given, "process_group")
+        self._device = device_for(group, self._common.local().values())
+        require_all_ranks("LocalSteps", "train by local steps", group, "Make it on every rank")
+        progress = [
+            (1 if is_new else 2 + self._num_exchanges) * (i == group.rank()) for i in range(group.size())
+        ]
+        what, add = "compare how far the ranks have gone", dist.ReduceOp.SUM
+        found = ReducedValues(what, progress, [group], self._device, add).wait()
+        source, are_all_new = found.index(max(found)), max(found) == 1
+        tensors, rest = self._common.optimizer_state()
+        values = {
+            "every": self._every,
+            "fragments": len(self._fragments),
+            "delay": self._delay,
+            "parameters": [[n, list(each.shape), str(each.dtype)] for n, each in self._own.params.items()],
+            "place in the mesh of shards": self._own.place,
+            "outer optimizer": [rest["class"], rest["groups"] if are_all_new else "taken over"],
+            "hook": self._hook and common_name_of(self._hook),
+            "keep_undo": getattr(self._state, "keep_undo", None),
+        }
+        advice = "Give every rank the same model, hook and numbers, and a group of ranks with the same shards"
+        require_same_on_all_ranks("LocalSteps", values, group, self._device, advice)
+        before = {name: each.clone() for name, each in self._common.local().items()}
+        others = [each if is_new else each.clone() for each in self._own.others()]
+        sent = [each for each in (*self._common.local().values(), *others) if each.numel()]
+        broadcast_coalesced(sent, source, group)
+        if not are_all_new:
+            shares = hasattr(self._state, "shared_state_dict")
+            own = (self._counts(), tensors, rest, self._state.shared_state_dict() if shares else None)
+            taken: list[Any] = [tree_map_only(torch.Tensor, torch.Tensor.cpu, own)]
+            dist.broadcast_object_list(taken, group_src=source, group=group)
+            counts, tensors, rest, hook_state = taken[0]
+            self._set(counts)
+            self._common.load_optimizer(tensors, rest)
+            if hook_state is not None and not _are_equal(hook_state, own[-1]):
+                self._state.load_state_dict(hook_state)
+        if is_new or any(not each.equal(before[name]) for name, each in self._common.local().items()):
+            self._own.write(self._common.local())
+        self._num_active = group.size()
+
+    # --- exchanges ---
+
+    def _begin(self, *, gives: bool, gives_again: bool) -> None:
+        """Begin to exchange the next fragment.
+
+        gives: whether this rank may have learned something since the fragment's last exchange.
+        gives_again: whether it takes part in the next exchange.
+        """
+        self._own.require_unchanged()
+        fragment = self._num_exchanges % len(self._fragments)
+        weights = self._own.local(self._fragments[fragment])
+        moved = self._common.minus(weights)
+        # Ranks that have joined give zeros, and don't count. Errors, of earlier exchanges, count as ever.
+        torch._foreach_mul_(list(moved.values()), self._group.size() / self._num_active)
+        begun = {name: each.clone() for name, each in weights.items()} if self._delay else {}
+        what, given = "count the ranks that still train by local steps", [float(gives_again), float(gives)]
+        counts = ReducedValues(what, given, [self._group], self._device, dist.ReduceOp.SUM)
+        sent = {name: each for name, each in moved.items() if each.numel()}
+        hooks_step = getattr(self._state, "iter", None)
+        with _taking_back(self._state, hooks_step):
+            averaging = Averaging(
+                *(list(sent.values()), self._hook, self._state, self._process_group),
+                parameters=[self._keys[name] for name in sent],
+                indices=(fragment, len(self._fragments)),
+                waits_at_once=self._delay == 0,
+            )
+        self._under_way = _Exchange(hooks_step, moved, begun, averaging, counts)
+
+    def _finished(self) -> _Exchange:
+        """Wait for the exchange under way, which ends, and return it."""
+        exchange, self._under_way = self._under_way, None
+        assert exchange is not None
+        with _taking_back(self._state, exchange.hooks_step):
+            exchange.averaging.wait()
+            self._num_active = round(exchange.counts.wait()[0])
+        return exchange
+
+    def _apply(self) -> None:
+        """Take the outer step with the exchange under way."""
+        exchange = self._finished()
+        now = {name: each.clone() for name, each in self._own.local(exchange.begun).items()}
+        if exchange.counts.wait()[1]:
+            self._common.step(exchange.moved)
+        else:  # errors alone: no rank has learned anything, and momentum would go on by itself
+            for name, each in self._common.local(exchange.moved).items():
+                each -= exchange.moved[name]
+        self._num_exchanges += 1
+        self._own.write(self._common.local(exchange.moved))
+        for name, weight in self._own.local(now).items():  # what this rank has learned during the exchange
+            weight += now[name] - exchange.begun[name]
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two shared_state_dicts have the same step and directions."""
+
+    def flat(state: Any) -> Any:
+        return tree_flatten(
+            (state["iter"], sorted(state["parameters"].items(), key=lambda pair: str(pair[0])))
+        )
+
+    (ours, outline), (theirs, others_outline) = flat(one), flat(other)
+    return outline == others_outline and all(
+        a.cpu().equal(b.cpu()) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@contextmanager
+def _taking_back(state: Any, step: int | None) -> Iterator[None]:
+    """If an error ends the exchange, take the hook's state back to its step, if it can."""
+    try:
+        yield
+    except BaseException:
+        if getattr(state, "keep_undo", False):
+            state.undo_step(step)
+        raise
+
+
+def _require_state(hook: Any, state: Any, process_group: Any) -> None:
+    """Raise TypeError or ValueError for a hook with a process_group, or without the state that it takes."""
+    if hook is None:
+        if state is not None:
+            raise ValueError(f"LocalSteps has a state, {described(state)}, without the hook that takes it")
+        return
+    if process_group is not None:
+        raise ValueError("LocalSteps takes the process group of a hook in its state, not as process_group")
+    if not callable(hook):
+        raise TypeError(
+            f"LocalSteps takes a hook that is called with a state and a bucket, got {described(hook)}"
+        )
+    with suppress(ValueError):  # a callable without a signature
+        given = next(iter(inspect.signature(hook).parameters.values()), None)
+        takes = given and given.annotation
+        if isinstance(takes, type) and issubclass(takes, CompressorState) and not isinstance(state, takes):
+            raise TypeError(f"{name_of(hook)} takes a {takes.__name__} as its state, got {described(state)}")
+
+
+def _divided(numels: dict[str, int], fragments: int) -> list[list[str]]:
+    """Divide weights into runs of about equal size, none of them empty."""
+    sums, ends, names = list(accumulate(numels.values())), [0], list(numels)
+    for number in range(1, fragments):
+        end = bisect_left(sums, sums[-1] * number / fragments) + 1
+        ends.append(min(max(end, ends[-1] + 1), len(names) - fragments + number))
+    return [names[start:stop] for start, stop in pairwise([*ends, len(names)])]

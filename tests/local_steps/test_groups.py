@@ -1,0 +1,188 @@
+"""LocalSteps whose group changes: ranks that are lost between exchanges or in one, and ranks that join."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradcomp.hooks import default_hooks
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.local_steps import LocalSteps
+from tests.reducer.models import run_cases
+
+HOOKS = {
+    "none": lambda: (None, None),
+    "bf16": lambda: (default_hooks.bf16_compress_hook, "group"),
+    "int4": lambda: (quantization_hook, QuantizationState(None, bits=4, block_size=16)),
+    "PowerSGD": lambda: (powerSGD_hook, PowerSGDState(None, 2, 2, min_compression_rate=1)),
+}
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 24), nn.BatchNorm1d(24), nn.Linear(24, 6))
+
+
+def made(seed, name, group, **options):
+    model, (hook, state) = net(seed), HOOKS[name]()
+    given = {"process_group": group}
+    if hook is not None:
+        state = group if state == "group" else state
+        given = {"hook": hook, "state": state}
+        if state is not group:
+            state.process_group, state.keep_undo = group, True
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    return model, LocalSteps(model, outer, **given, **options)
+
+
+def learn(model, local_steps, rank, numbers):
+    for number in numbers:
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        with torch.no_grad():
+            for each in model.parameters():
+                each += torch.randn(each.shape, generator=generator)
+        local_steps.step()
+
+
+def num_exchanges(local_steps):
+    return local_steps.state_dict()["plain"][0]["num_exchanges"]
+
+
+def weights(model):
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def lost_and_joined(rank, name, options):
+    """Ranks 0 and 1 begin; rank 1 leaves and ranks 2 and 3 come; then rank 0 and 1 are alone again."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([0, 2, 3]), dist.new_group([0, 1])]
+    found = []
+    if rank <= 1:
+        model, local_steps = made(rank, name, pairs[0], **options)
+        learn(model, local_steps, rank, range(7))
+    if rank == 0:
+        before = weights(model)
+        local_steps.regroup(pairs[1])
+        if not options.get("delay"):
+            assert all(map(torch.equal, before, weights(model)))  # with its own progress
+    if rank >= 2:
+        model, local_steps = made(rank, name, pairs[1], **options)
+        assert num_exchanges(local_steps) > 0
+    if rank != 1:
+        learn(model, local_steps, rank, range(7, 15))
+        state = local_steps.state_dict()
+        found = [
+            list(state["common"].values()),
+            [b.clone() for b in model.buffers()],
+            state["plain"][0]["num_exchanges"],
+        ]
+    dist.barrier()
+    if rank <= 1:
+        local_steps.regroup(pairs[2])  # rank 1 comes back, from long ago
+        learn(model, local_steps, rank, range(15, 20))
+        local_steps.join()
+    return found, weights(model)
+
+
+CASES = [
+    ("none", {"every": 3}),
+    ("int4", {"every": 4, "fragments": 2}),
+    ("PowerSGD", {"every": 3}),
+    ("PowerSGD", {"every": 6, "fragments": 2, "delay": 2}),
+    ("bf16", {"every": 4, "delay": 1}),
+]
+
+
+def test_ranks_are_lost_and_join(run_ranks):
+    ranks = run_ranks(run_cases, 4, lost_and_joined, CASES, timeout_s=120)
+    for index, case in enumerate(CASES):
+        (first, final), (_, came_back), *joined = (results[index] for results in ranks)
+        for (common, _, count), _ in joined:
+            assert count == first[2], case
+            assert all(map(torch.equal, common, first[0])), case
+        assert all(map(torch.equal, final, came_back)), case
+
+
+def fails_in_an_exchange(rank, name, options):
+    """Rank 2 doesn't come to the second exchange. The others keep their progress, and go on without it."""
+    group, rest = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2)), dist.new_group([0, 1])
+    if rank == 3:
+        return None
+    model, local_steps = made(0, name, group, every=2, **options)
+    learn(model, local_steps, rank, range(3))
+    state = local_steps._state
+    if rank == 2:
+        return None
+    before, kept = weights(model), {} if state is None else state.state
+    with pytest.raises(RuntimeError):
+        learn(model, local_steps, rank, range(3, 5))
+    if not options:
+        last = torch.Generator().manual_seed(300 + rank)
+        assert all(
+            torch.equal(now, old + torch.randn(old.shape, generator=last))
+            for now, old in zip(weights(model), before, strict=True)
+        )
+        for key, entry in {} if state is None else state.state.items():
+            assert torch.equal(entry["error"], kept[key]["error"])
+    local_steps.regroup(rest)
+    learn(model, local_steps, rank, range(5, 8))
+    local_steps.join()
+    return weights(model)
+
+
+def test_a_rank_is_lost_in_an_exchange(run_ranks):
+    cases = [("none", {}), ("int4", {}), ("int4", {"delay": 1})]
+    ranks = run_ranks(run_cases, 4, fails_in_an_exchange, cases, timeout_s=120)
+    for ours, theirs in zip(*ranks[:2], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def misses_the_end(rank):
+    """The last exchange ends with an error on rank 1 only."""
+    model, local_steps = made(0, "int4", dist.group.WORLD, every=2)
+    learn(model, local_steps, rank, range(3))
+    finished = local_steps._finished
+
+    def fail():
+        finished()
+        raise RuntimeError("the connection broke after the last message")
+
+    if rank == 1:
+        local_steps._finished = fail
+        with pytest.raises(RuntimeError, match="broke"):
+            learn(model, local_steps, rank, range(3, 4))
+        local_steps._finished = finished
+    else:
+        learn(model, local_steps, rank, range(3, 4))
+    assert num_exchanges(local_steps) == 2 - rank
+    local_steps.regroup(dist.group.WORLD)
+    after = weights(model)
+    learn(model, local_steps, rank, range(4, 8))
+    return after, weights(model), num_exchanges(local_steps)
+
+
+def test_a_rank_that_misses_the_end_of_an_exchange_takes_it_over(run_ranks):
+    for one, other in zip(*run_ranks(misses_the_end, 2), strict=True):
+        assert one == 4 == other if isinstance(one, int) else all(map(torch.equal, one, other))
+
+
+def go_on_apart(rank, name):
+    """Two halves meet again after as many exchanges each: all take over the first one's weights."""
+    halves, both = [dist.new_group([0, 1]), dist.new_group([2, 3])], dist.group.WORLD
+    model, local_steps = made(0, name, both, every=2)
+    learn(model, local_steps, rank, range(4))
+    local_steps.regroup(halves[rank // 2])
+    learn(model, local_steps, rank, range(4, 8))
+    local_steps.regroup(both)
+    learn(model, local_steps, rank, range(8, 12))
+    local_steps.join()
+    return weights(model)
+
+
+def test_halves_that_went_on_apart(run_ranks):
+    for one, *others in zip(*run_ranks(run_cases, 4, go_on_apart, [(name,) for name in HOOKS]), strict=True):
+        assert all(
+            torch.equal(ours, theirs) for other in others for ours, theirs in zip(one, other, strict=True)
+        )
