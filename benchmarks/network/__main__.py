@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.accuracy.local_steps import LocalOptions
 from benchmarks.environment import describe
 from benchmarks.network import auto, report
 from benchmarks.network.delayed import DelayedNetwork
@@ -42,6 +43,7 @@ OTHER_MODELS = ("mlp12",)
 OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
 TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
 # 20 local steps between exchanges; with a delay an exchange is under way during five of them.
+LOCAL_NAME = "local:"  # begins their names in --only
 LOCAL = ("20", "20:int4", "20:int4:delay=5")
 # With several ranks per host, quantized averages go hierarchically; these don't.
 FLAT = ("int8:flat", "int4:flat", "powersgd:4:flat", "powersgd:8:int8:flat")
@@ -106,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hooks", default="", help=text)
     text = (
         "exactly these hooks of gradcomp's, on torch's wrapper, comma-separated: also auto (timed after its "
-        "choice), allreduce, powersgd:8:bf16 and all other names in docs/accuracy.md"
+        "choice), allreduce, powersgd:8:bf16 and all other names in docs/accuracy.md; local:20:int4 is by "
+        "local steps"
     )
     parser.add_argument("--only", metavar="HOOKS", help=text)
     text = "passes over all hooks; tables have medians and ranges over them (default %(default)s)"
@@ -151,7 +154,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.only = options.only.split(",") if options.only else []
     for hook in options.only:
         try:
-            if hook not in ("noop", "auto"):
+            if hook.startswith(LOCAL_NAME):
+                LocalOptions.named(placed(hook)[0])
+            elif hook not in ("noop", "auto"):
                 NamedHook.named(hook.removesuffix(report.FLAT))
         except ValueError as error:
             parser.error(f"--only: {error}")
@@ -189,9 +194,15 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
             yield link, {"job": "loss", **names, "start_iter": START_ITER, **limits}
 
 
+def placed(hook: str) -> tuple[str, str]:
+    """Return the name of a hook of --only, and the wrapper on which it is timed."""
+    name = hook.removeprefix(LOCAL_NAME)
+    return name, "torch" if name == hook else "local steps"
+
+
 def is_wanted(options: argparse.Namespace, made_by: str, hook: str, wrapper: str) -> bool:
     if options.only:
-        return (made_by, wrapper) == ("gradcomp", "torch") and hook in options.only
+        return made_by == "gradcomp" and (hook, wrapper) in map(placed, options.only)
     return hook.startswith(tuple(options.hooks.split(",")))
 
 
@@ -199,7 +210,7 @@ def timed_hooks(
     options: argparse.Namespace, hosts: int, ranks_per_host: int
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (made by, hook, wrapper) of the steps to time."""
-    hooks = [("gradcomp", hook, "torch") for hook in options.only or OURS]
+    hooks = [("gradcomp", *placed(hook)) for hook in options.only or OURS]
     if ranks_per_host > 1 and not options.only:
         hooks += [("gradcomp", hook, "torch") for hook in FLAT]
     if ranks_per_host > 1 and not options.delay_ms:
