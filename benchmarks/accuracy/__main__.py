@@ -6,8 +6,14 @@ It trains the demo's GPT, of a smaller size, and a convolutional network on scik
 ranks (gloo, CPU). From one seed every hook trains the same weights on the same data in the same order.
 Compression starts after a tenth of the steps. PowerSGD is powersgd:RANK, powersgd:RANK:int8 with factors in
 int8 (or bf16, fp16), or batched:RANK for a bucket as one matrix. "alone" is every rank by itself, without
-communication: what a hook must beat. "local:20" averages the weights once in 20 local steps, "local:20:int4"
-does so in 4 bits.
+communication: what a hook must beat.
+
+"local:20" averages the weights once in 20 local steps, "local:20:int4" does so in 4 bits; ":delay=5" and
+":fragments=5" are LocalSteps' arguments, ":outer=0.7/0.9" is the outer SGD's learning rate and Nesterov
+momentum. ":lr=0.01" at the end of any name is the learning rate of the (inner) optimizer.
+
+--task text judges local steps: the GPT reads text once, the sources of Python and of its packages, of
+--tokens-per-parameter; the number of steps follows.
 It writes accuracy.jsonl, a line per run, and a picture to --out.
 """
 
@@ -17,12 +23,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.accuracy import comparison
-from benchmarks.accuracy.runs import check_run_name, work
+from benchmarks.accuracy.runs import parse_run_name, recorded, runs, work
 from benchmarks.accuracy.tasks import TASKS
 from benchmarks.demo.options import add_training_options, check_training_options
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
-from benchmarks.records import read
 from gradcomp.command_line import positive_int
 
 HOOKS = (
@@ -35,7 +40,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     tasks = ",".join(TASKS)
-    parser.add_argument("--task", default=tasks, help="comma-separated (default %(default)s)")
+    parser.add_argument(
+        "--task", default="gpt,digits", help=f"comma-separated, of {tasks} (default %(default)s)"
+    )
     parser.add_argument(
         "--hook",
         default=HOOKS,
@@ -48,6 +55,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("build/accuracy"), help="folder (default %(default)s)"
     )
+    parser.add_argument("--resume", action="store_true", help="skip the runs that are in --out already")
+    parser.add_argument(
+        "--tokens-per-parameter",
+        type=positive_int,
+        default=20,
+        metavar="N",
+        help="length of a run of the task text, in place of --steps (default %(default)s)",
+    )
     add_training_options(parser)
     parser.set_defaults(steps=500, width=64, layers=2)
     options = parser.parse_args(arguments)
@@ -58,7 +73,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--task: there is no {task!r}; known are {tasks}")
     for hook in options.hooks:
         try:
-            check_run_name(hook)
+            parse_run_name(hook)
         except ValueError as error:
             parser.error(f"--hook: {error}")
     if "digits" in options.tasks and importlib.util.find_spec("sklearn") is None:
@@ -73,10 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     options.results = options.out / "accuracy.jsonl"
-    options.results.unlink(missing_ok=True)
+    if not options.resume:
+        options.results.unlink(missing_ok=True)
     exit_on_signals()
     run_ranks(work, options.ranks, options)
-    rows = read(options.results)
+    found = recorded(options)
+    rows = [found[run] for run in runs(options)]
     print("\n" + comparison.tables(rows))
     print(f"\nEvery run: {options.results}")
     write_picture(comparison.draw, rows, options.out / "accuracy.png")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,28 +14,34 @@ from gradcomp.local_steps import LocalSteps
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """The settings of a run: LocalSteps' every and delay, and the hook for the pseudo-gradients."""
+    """The settings of a run: LocalSteps' arguments of these names, and the hook for the pseudo-gradients.
+
+    outer: learning rate and Nesterov's momentum of the outer SGD.
+    """
 
     every: int
     hook: str = "none"
     delay: int = 0
+    fragments: int = 1
+    outer: tuple[float, float] = (1.0, 0.0)
 
     @classmethod
     def named(cls, name: str) -> LocalOptions:
-        """Return the settings of a run such as "20:int4:delay=5" or "20:powersgd:8".
+        """Return the settings of a run such as "20:int4:delay=5" or "20:powersgd:8:outer=0.7/0.9".
 
         Raises ValueError for another name.
         """
         every, *rest = name.split(":")
         if not every.isdecimal() or not int(every):
             raise ValueError(f"{every!r} is not a number of local steps")
-        found = cls(int(every))
-        if rest and rest[-1].startswith("delay="):
-            found = replace(found, delay=int(rest.pop().removeprefix("delay=")))
-        if rest:
-            found = replace(found, hook=":".join(rest))
-        NamedHook.named(found.hook)
-        return found
+        given = dict(each.split("=", 1) for each in rest if "=" in each)
+        hook = ":".join(each for each in rest if "=" not in each) or "none"
+        NamedHook.named(hook)
+        if unknown := set(given) - {"delay", "fragments", "outer"}:
+            raise ValueError(f"there is no setting {min(unknown)!r}; known are delay, fragments, outer")
+        learning_rate, _, momentum = given.pop("outer", "1/0").partition("/")
+        numbers = {key: int(value) for key, value in given.items()}
+        return cls(int(every), hook, **numbers, outer=(float(learning_rate), float(momentum or 0)))
 
 
 class LocalTraining:
@@ -44,9 +50,12 @@ class LocalTraining:
     def __init__(self, model: nn.Module, options: LocalOptions):
         start_iter = 2 if "powersgd" in options.hook else 0  # as early as the hook can
         state, hook = NamedHook.named(options.hook).state_and_hook(start_iter)
-        outer = torch.optim.SGD(model.parameters(), lr=1.0)
-        self._local = LocalSteps(model, outer, options.every, hook, state, delay=options.delay)
-        self.every = options.every
+        learning_rate, momentum = options.outer
+        outer = torch.optim.SGD(
+            model.parameters(), lr=learning_rate, momentum=momentum, nesterov=momentum > 0
+        )
+        numbers = {"fragments": options.fragments, "delay": options.delay}
+        self._local = LocalSteps(model, outer, options.every, hook, state, **numbers)
         self.sent_bytes = 0
 
     def step(self, *, is_last: bool) -> None:

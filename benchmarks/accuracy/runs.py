@@ -9,13 +9,14 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
 from benchmarks.demo.measure import Recorder, check_replicas, mean_over_ranks
 from benchmarks.environment import describe
-from benchmarks.records import append
+from benchmarks.records import append, read
 from gradcomp.hooks.named_hooks import NamedHook
 
 ALONE = "alone"  # every rank trains by itself
@@ -23,16 +24,29 @@ LOCAL = "local"  # every rank trains by itself, but for an average every few doz
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 
 
-def check_run_name(name: str) -> None:
-    """Raise ValueError unless a run has this name: "alone", "local:STEPS...", or a hook's name."""
+# The options, beside the task, the hook and the seed, on which a run's result depends.
+OPTIONS = ("ranks", "reducer", "steps", "tokens_per_parameter")
+OPTIONS += ("width", "layers", "heads", "batch", "sequence")
+
+
+def parse_run_name(name: str) -> tuple[str, LocalOptions | None, float | None]:
+    """Parse a run's name: "alone", "local:STEPS..." or a hook's name; ":lr=..." may follow.
+
+    Returns (the hook's name or "alone", the settings of local steps, the learning rate). Raises ValueError
+    for another name.
+    """
+    name, has_rate, rate = name.partition(":lr=")
+    learning_rate = float(rate) if has_rate else None
     kind, _, rest = name.partition(":")
     if kind == LOCAL:
         try:
-            LocalOptions.named(rest)
+            local = LocalOptions.named(rest)
         except ValueError as error:
             raise ValueError(f"{LOCAL}: {error}") from error
-    elif name != ALONE:
+        return local.hook, local, learning_rate
+    if name != ALONE:
         NamedHook.named(name)
+    return name, None, learning_rate
 
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
@@ -41,30 +55,45 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
     return product(seeds, options.tasks, options.hooks)
 
 
+def recorded(options: argparse.Namespace) -> dict[tuple[int, str, str], dict]:
+    """Return the rows in ``options.results`` of runs with these options, by seed, task and hook."""
+    if not options.results.exists():
+        return {}
+    return {
+        (row["seed"], row["task"], row["hook"]): row
+        for row in read(options.results)
+        if row["options"] == options_of(options)
+    }
+
+
+def options_of(options: argparse.Namespace) -> dict[str, object]:
+    return {name: getattr(options, name) for name in OPTIONS}
+
+
 def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
     """Train once, and return the row to record. Every rank must call it."""
     task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
-    kind, *given = hook.split(":")
-    is_alone = kind in (ALONE, LOCAL)
-    local = None
-    if kind == LOCAL:
-        local = LocalTraining(task.net, LocalOptions.named(":".join(given)))
-    recorder = Recorder(options.steps, torch.device("cpu"), is_alone=is_alone)
+    hook_name, local_options, learning_rate = parse_run_name(hook)
+    if learning_rate is not None:
+        task.optimizer.param_groups[0]["lr"] = learning_rate
+    is_alone = hook_name == ALONE or local_options is not None
+    local = None if local_options is None else LocalTraining(task.net, local_options)
+    recorder = Recorder(task.steps, torch.device("cpu"), is_alone=is_alone)
     start_iter = recorder.every  # a tenth of the run, and a step whose bytes are counted
     model = task.net
     if not is_alone:
         model, averager = demo.with_reducer(task.net, options.reducer)
-        NamedHook.named(hook).register(averager, start_iter)
+        NamedHook.named(hook_name).register(averager, start_iter)
     accuracies: list[float] = []
 
-    def validate() -> torch.Tensor:
+    def validate() -> Tensor:
         loss, accuracy = loss_and_accuracy(task.net, task.validation)
         accuracies.append(mean_over_ranks(accuracy).item())
         return loss
 
     def after_step() -> None:
         if local is not None:
-            local.step(is_last=len(recorder.step_bytes) == options.steps)
+            local.step(is_last=len(recorder.step_bytes) == task.steps)
 
     demo.train_steps(
         label,
@@ -73,8 +102,9 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         lambda: loss_and_accuracy(model, task.draw())[0],
         validate,
         after_step,
+        task.warmup_steps,
     )
-    if kind != ALONE:
+    if hook_name != ALONE:
         check_replicas(list(task.net.parameters()))
     result = recorder.result()
     sent_bytes = sum(result["step_bytes"]) if local is None else local.sent_bytes
@@ -82,17 +112,18 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         "task": task_name,
         "hook": hook,
         "seed": seed,
-        "steps": options.steps,
+        "steps": task.steps,
         "start_powerSGD_iter": start_iter,
         "ranks": dist.get_world_size(),
         "reducer": options.reducer,
         "num_parameters": sum(parameter.numel() for parameter in task.net.parameters()),
-        "bytes_per_step": result["bytes_per_step"] if local is None else sent_bytes // options.steps,
+        "bytes_per_step": result["bytes_per_step"] if local is None else sent_bytes // task.steps,
         "sent_bytes": sent_bytes,
         "loss": result["loss"],
         "validation_loss": result["validation_loss"],
         "validation_accuracy": accuracies[-1],
         "validation_losses": result["validation_losses"],
+        "options": options_of(options),
     }
 
 
@@ -104,7 +135,9 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks, timeout=TIMEOUT)
     environment = describe(torch.device("cpu"))
-    todo = list(runs(options))
+    done = recorded(options)
+    todo = [run for run in runs(options) if run not in done]
+    dist.barrier()  # no rank reads the file once rank 0 writes
     for number, (seed, task, hook) in enumerate(todo, 1):
         label = f"[{number}/{len(todo)}] {task} {hook} seed {seed}"
         row = train(label, task, hook, seed, options)

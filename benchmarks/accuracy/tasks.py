@@ -1,6 +1,8 @@
-"""The tasks: the demo's GPT on its text, and a small convolutional network on scikit-learn's digits."""
+"""The tasks: the demo's GPT on its text, the GPT on text that is read once, and a small convolutional network
+on scikit-learn's digits."""
 
 import argparse
+import math
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,17 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.demo.corpus import Windows, read_corpus
+from benchmarks.demo.corpus import Windows, read_corpus, read_once
+from benchmarks.demo.options import MIN_STEPS
 from benchmarks.demo.train import GPT
 
 Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
 
 VALIDATION_WINDOWS = 128  # held-out windows of the text
+TEXT_VALIDATION_WINDOWS = 1024  # divided among the ranks
+TEXT_WARMUP = 0.05  # of the steps
 VALIDATION_FRACTION = 0.2  # held-out fraction of the digits
 DIGITS_BATCH = 32  # images per rank and step
 
 # Chosen without compression: the hooks use the baseline's learning rates.
 GPT_LEARNING_RATE = 3e-3
+TEXT_LEARNING_RATE, TEXT_BETAS = 1e-2, (0.9, 0.99)
 DIGITS_LEARNING_RATE, DIGITS_MOMENTUM, DIGITS_WEIGHT_DECAY = 0.05, 0.9, 5e-3
 
 
@@ -35,6 +41,8 @@ class Task:
     optimizer: torch.optim.Optimizer
     draw: Callable[[], Batch]
     validation: Batch
+    steps: int
+    warmup_steps: int = 10
 
 
 def gpt(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
@@ -50,6 +58,32 @@ def gpt(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
         torch.optim.AdamW(net.parameters(), lr=GPT_LEARNING_RATE),
         draw=lambda: next_bytes(data.draw(options.batch)),
         validation=next_bytes(held_out.unfold(0, window, 1)[starts].long()),
+        steps=options.steps,
+    )
+
+
+def text(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
+    """Make the demo's GPT with AdamW, for text that is read once: each window by one rank, in one step.
+
+    The number of steps follows from the tokens per parameter. Ranks have parts of the validation windows.
+    """
+    torch.manual_seed(seed)
+    net = GPT(options.width, options.layers, options.heads, options.sequence)
+    tokens = options.tokens_per_parameter * sum(parameter.numel() for parameter in net.parameters())
+    steps = max(MIN_STEPS, math.ceil(tokens / (ranks * options.batch * options.sequence)))
+    folders = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")]
+    windows, held_out = read_once(folders, options.sequence, steps * ranks * options.batch)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
+    batches = iter(order[rank::ranks].split(options.batch))
+    window = options.sequence + 1
+    starts = torch.linspace(0, len(held_out) - window, TEXT_VALIDATION_WINDOWS)[rank::ranks].long()
+    return Task(
+        net,
+        torch.optim.AdamW(net.parameters(), lr=TEXT_LEARNING_RATE, betas=TEXT_BETAS),
+        draw=lambda: next_bytes(windows[next(batches)].long()),
+        validation=next_bytes(held_out.unfold(0, window, 1)[starts].long()),
+        steps=steps,
+        warmup_steps=math.ceil(TEXT_WARMUP * steps),
     )
 
 
@@ -96,6 +130,7 @@ def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Tas
         ),
         draw,
         validation=(images[num_training:], labels[num_training:]),
+        steps=options.steps,
     )
 
 
@@ -117,4 +152,8 @@ def loss_and_accuracy(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return loss, (logits.argmax(-1) == classes).float().mean()
 
 
-TASKS: dict[str, Callable[[argparse.Namespace, int, int, int], Task]] = {"gpt": gpt, "digits": digits}
+TASKS: dict[str, Callable[[argparse.Namespace, int, int, int], Task]] = {
+    "gpt": gpt,
+    "digits": digits,
+    "text": text,
+}

@@ -1,6 +1,11 @@
-"""The text that the demo trains on: the source of Python's own standard library, as bytes."""
+"""The text that the demo trains on: the source of Python's own standard library, as bytes.
+
+``read_once`` takes the sources of installed packages, too.
+"""
 
 import os
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -10,6 +15,7 @@ VOCABULARY = 256  # a token is a byte
 MAX_BYTES, MIN_BYTES = 4_000_000, 200_000
 VALIDATION_FRACTION = 0.1
 VALIDATION_WINDOWS = 16  # per rank
+HELD_OUT_BYTES = 1_000_000  # by read_once
 
 # Third-party packages, tests, tables of characters, generated files.
 SKIPPED_FOLDERS = {
@@ -24,13 +30,9 @@ def read_corpus(folder: str) -> tuple[Tensor, Tensor]:
     Reading stops at the file that passes ``MAX_BYTES``. The last whole files, a tenth of the bytes, are
     held out for validation. Raises FileNotFoundError if there is too little to learn from.
     """
-    paths: list[Path] = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = set(folders) - SKIPPED_FOLDERS
-        paths += [Path(parent, name) for name in names if name.endswith(".py")]
     texts: list[bytes] = []
     num_bytes = 0
-    for path in sorted(paths):
+    for path in sorted(_sources(folder)):
         texts.append(path.read_bytes())
         num_bytes += len(texts[-1])
         if num_bytes >= MAX_BYTES:
@@ -44,6 +46,43 @@ def read_corpus(folder: str) -> tuple[Tensor, Tensor]:
     while sum(map(len, held_out)) < VALIDATION_FRACTION * num_bytes:
         held_out.insert(0, texts.pop())
     return _as_tensor(texts), _as_tensor(held_out)
+
+
+def read_once(folders: Sequence[str], sequence: int, num_windows: int) -> tuple[Tensor, Tensor]:
+    """Read ``num_windows`` windows of ``sequence + 1`` bytes to train on, and other files to validate on.
+
+    The windows, windows × (sequence + 1) in uint8, don't overlap. Files come in the order of their names'
+    hashes, which mixes the packages; the first ones, of ``HELD_OUT_BYTES``, are held out as bytes. Raises
+    ValueError if the Python files under ``folders`` are too few.
+    """
+    named = {str(path.relative_to(folder)): path for folder in folders for path in _sources(folder)}
+    paths = iter([named[name] for name in sorted(named, key=lambda name: sha256(name.encode()).digest())])
+    held_out = _read_at_least(HELD_OUT_BYTES, paths)
+    text = _read_at_least(num_windows * (sequence + 1), paths)
+    windows = text.unfold(0, sequence + 1, sequence + 1)
+    return windows[:num_windows], held_out
+
+
+def _read_at_least(num_bytes: int, paths: Iterator[Path]) -> Tensor:
+    texts: list[bytes] = []
+    found = 0
+    while found < num_bytes:
+        path = next(paths, None)
+        if path is None:
+            raise ValueError(
+                f"{num_bytes:,} bytes are to be read once, but the sources of Python and of its packages "
+                f"have {found:,}: train a smaller model, on fewer tokens, or install more packages"
+            )
+        texts.append(path.read_bytes())
+        found += len(texts[-1])
+    return _as_tensor(texts)
+
+
+def _sources(folder: str) -> Iterator[Path]:
+    """Yield the Python files under ``folder``."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = set(folders) - SKIPPED_FOLDERS
+        yield from (Path(parent, name) for name in names if name.endswith(".py"))
 
 
 def _as_tensor(texts: list[bytes]) -> Tensor:

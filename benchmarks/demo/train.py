@@ -101,13 +101,14 @@ def train_steps(
     next_loss: Callable[[], Tensor],
     validate: Callable[[], Tensor],
     after_step: Callable[[], None] = lambda: None,
+    warmup_steps: int = 10,
 ) -> None:
-    """Train all of the recorder's steps. The learning rate rises for ten steps, and falls to 0.
+    """Train all of the recorder's steps. The learning rate rises for ``warmup_steps``, and falls to 0.
 
     next_loss: computes the loss of the next batch. validate: computes this rank's validation loss.
     """
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 10, 1) * (1 - step / recorder.steps)
+        optimizer, lambda step: min((step + 1) / warmup_steps, 1) * (1 - step / recorder.steps)
     )
     with torch.no_grad():
         recorder.add_validation(validate())
