@@ -15,13 +15,15 @@ pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp
 
 from benchmarks.accuracy import comparison
 from benchmarks.accuracy.__main__ import parse
+from benchmarks.accuracy.local_steps import LocalOptions
+from benchmarks.accuracy.runs import options_of, parse_run_name
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
-from benchmarks.records import read
+from benchmarks.demo import corpus
+from benchmarks.records import append, read
 from gradcomp.comm.consistency import MESSAGE_BYTES
 from tests.programs import ROOT, run_python
 
-TINY = Namespace(width=16, layers=1, heads=2, batch=2, sequence=16)
-
+TINY = Namespace(width=16, layers=1, heads=2, batch=2, sequence=16, steps=20, tokens_per_parameter=1)
 
 TINY_OPTIONS = ["--width=16", "--layers=1", "--heads=2", "--batch=2", "--sequence=16"]
 
@@ -33,12 +35,22 @@ def run_accuracy(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_local_steps(tmp_path):
-    hooks = ("none", "local:5", "local:10:int4", "local:10:int4:delay=5")
-    options = ["--task=gpt", f"--hook={','.join(hooks)}", "--steps=20", "--seeds=1", "--ranks=2"]
-    run_accuracy(*TINY_OPTIONS, *options, "--out", str(tmp_path))
-    none, *local = read(tmp_path / "accuracy.jsonl")
+    hooks = ("none", "local:5", "local:10:int4", "local:10:int4:delay=5", "alone")
+    hooks += ("local:10:int4:fragments=5:outer=0.7/0.9", "none:lr=0.01")
+    options = [*TINY_OPTIONS, "--task=gpt", "--steps=20", "--seeds=1", "--ranks=2", "--resume"]
+    options += [f"--hook={','.join(hooks)}", "--out", str(tmp_path)]
+    of_these_options = row("alone", 0, 3.0, 1) | {"options": options_of(parse(options))}
+    of_others = row("none", 0, 3.0, 1) | {"options": options_of(parse([*options, "--batch=3"]))}
+    append(tmp_path / "accuracy.jsonl", [of_these_options, of_others])
+    done = run_accuracy(*options)
+    recorded = read(tmp_path / "accuracy.jsonl")
+    assert recorded[:2] == [of_these_options, of_others]
+    rows = {each["hook"]: each for each in recorded if each != of_others}
+    assert [each["hook"] for each in recorded[2:]] == [hook for hook in hooks if hook != "alone"]
+    assert comparison.tables([rows[hook] for hook in hooks]) in done.stdout
+    assert len({each["validation_loss"] for each in rows.values()}) == len(hooks)
+    none, *local = (rows[hook] for hook in hooks[:4])
     whole = none["bytes_per_step"]
-    assert [row["hook"] for row in local] == list(hooks[1:])
     # After 5, 10 and 15 steps and at the end, with a count beside each.
     assert 4 * whole <= local[0]["sent_bytes"] < 4.01 * whole
     assert 2 * whole / 8 < local[1]["sent_bytes"] < 2 * whole / 4
@@ -122,6 +134,53 @@ def test_ranks_share_weights_and_nothing_else(name):
     assert not inputs.equal(other_seed.draw()[0])
 
 
+@pytest.fixture
+def numbered_text(tmp_path, monkeypatch):
+    """Two folders of Python files with 30,000 numbers, of which no two are equal, and none of a test's."""
+    for number in range(30):
+        folder = tmp_path / ("stdlib", "purelib")[number % 2]
+        (folder / "tests").mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.py").write_text("".join(f"{number:03}{each:05}" for each in range(1000)))
+        (folder / "tests" / f"{number}.py").write_text("x" * 8000)
+    paths = {name: str(tmp_path / name) for name in ("stdlib", "purelib")}
+    monkeypatch.setattr("sysconfig.get_paths", lambda: paths)
+    monkeypatch.setattr(corpus, "HELD_OUT_BYTES", 20_000)
+    return list(paths.values())
+
+
+def test_text_is_read_once(numbered_text):
+    ranks, windows = 3, []
+    for rank in range(ranks):
+        task = TASKS["text"](TINY, 0, rank, ranks)
+        for _ in range(task.steps):
+            inputs, classes = task.draw()
+            assert inputs.shape == classes.shape == (2, 16)
+            windows += [bytes(each.tolist()) for each in torch.cat([inputs, classes[:, -1:]], 1)]
+        with pytest.raises(StopIteration):
+            task.draw()
+    num_parameters = sum(parameter.numel() for parameter in task.net.parameters())
+    assert num_parameters <= task.steps * ranks * 2 * 16 < num_parameters + ranks * 2 * 16
+    assert len(set(windows)) == len(windows) == task.steps * ranks * 2
+    # A window of 17 bytes has a whole number of 8, or almost.
+    held_out = {bytes(each.tolist()) for each in corpus.read_once(numbered_text, 16, 1)[1].unfold(0, 17, 1)}
+    assert len(held_out) == 24_000 - 16
+    assert not held_out & set(windows)
+    assert not any(b"x" in each for each in windows)
+
+
+def test_too_little_text_is_an_error(numbered_text):
+    with pytest.raises(ValueError, match=r"240,001 bytes are to be read once, but .* have 216,000: train"):
+        corpus.read_once(numbered_text, 240_000, 1)
+
+
+def test_names_of_runs():
+    assert parse_run_name("powersgd:8:int8:lr=0.02") == ("powersgd:8:int8", None, 0.02)
+    assert parse_run_name("local:20") == ("none", LocalOptions(20), None)
+    every_setting = LocalOptions(20, "powersgd:8:int8", delay=1, fragments=5, outer=(0.7, 0.9))
+    name = "local:20:powersgd:8:int8:fragments=5:delay=1:outer=0.7/0.9:lr=1e-3"
+    assert parse_run_name(name) == ("powersgd:8:int8", every_setting, 1e-3)
+
+
 def test_loss_and_accuracy_of_known_logits():
     logits = torch.tensor([[[0.0, 0.0], [2.0, 0.0]]])  # batch × sequence × classes, as the GPT's
     loss, accuracy = loss_and_accuracy(torch.nn.Identity(), (logits, torch.tensor([[0, 1]])))
@@ -187,7 +246,7 @@ def test_the_costs_of_local_steps_are_of_the_recorded_runs():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--task", "gpt,mnist"], "--task: there is no 'mnist'; known are gpt,digits"),
+        (["--task", "gpt,mnist"], "--task: there is no 'mnist'; known are gpt,digits,text"),
         (
             ["--hook", "fp8"],
             "--hook: there is no hook 'fp8'; known are none, allreduce, bf16, fp16, int8, int4, ",
@@ -198,7 +257,9 @@ def test_the_costs_of_local_steps_are_of_the_recorded_runs():
         (["--hook", "local"], "local: '' is not a number of local steps"),
         (["--hook", "local:0"], "local: '0' is not a number of local steps"),
         (["--hook", "local:5:int3"], "local: there is no hook 'int3'"),
-        (["--hook", "local:5:speed=3"], "local: there is no hook 'speed=3'"),
+        (["--hook", "local:5:speed=3"], "local: there is no setting 'speed'; known are delay, fragments"),
+        (["--hook", "local:5:outer=x"], "local: could not convert string to float: 'x'"),
+        (["--hook", "none:lr=fast"], "could not convert string to float: 'fast'"),
         (["--hook", "powersgd:2:int4"], "there is no hook 'powersgd:2:int4'"),
         (["--hook", "powersgd:2:int8:start2"], "there is no hook 'powersgd:2:int8:start2'"),
         (["--seeds", "0"], "argument --seeds: '0' is not a whole number of at least 1"),
