@@ -10,7 +10,8 @@ communication: what a hook must beat.
 
 "local:20" averages the weights once in 20 local steps, "local:20:int4" does so in 4 bits; ":delay=5" and
 ":fragments=5" are LocalSteps' arguments, ":outer=0.7/0.9" is the outer SGD's learning rate and Nesterov
-momentum. ":lr=0.01" at the end of any name is the learning rate of the (inner) optimizer.
+momentum, and with ":to=50" exchanges become rarer as the square of the learning rate falls, up to 50 steps.
+":lr=0.01" at the end of any name is the learning rate of the (inner) optimizer.
 
 --task text judges local steps: the GPT reads text once, the sources of Python and of its packages, of
 --tokens-per-parameter; the number of steps follows.

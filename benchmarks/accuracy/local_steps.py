@@ -16,13 +16,15 @@ from gradcomp.local_steps import LocalSteps
 class LocalOptions:
     """The settings of a run: LocalSteps' arguments of these names, and the hook for the pseudo-gradients.
 
-    outer: learning rate and Nesterov's momentum of the outer SGD.
+    outer: learning rate and Nesterov's momentum of the outer SGD. to: exchanges become rarer as the square of
+    the (inner) learning rate falls, up to ``to`` steps from one to the next; 0 for no change.
     """
 
     every: int
     hook: str = "none"
     delay: int = 0
     fragments: int = 1
+    to: int = 0
     outer: tuple[float, float] = (1.0, 0.0)
 
     @classmethod
@@ -37,8 +39,8 @@ class LocalOptions:
         given = dict(each.split("=", 1) for each in rest if "=" in each)
         hook = ":".join(each for each in rest if "=" not in each) or "none"
         NamedHook.named(hook)
-        if unknown := set(given) - {"delay", "fragments", "outer"}:
-            raise ValueError(f"there is no setting {min(unknown)!r}; known are delay, fragments, outer")
+        if unknown := set(given) - {"delay", "fragments", "to", "outer"}:
+            raise ValueError(f"there is no setting {min(unknown)!r}; known are delay, fragments, to, outer")
         learning_rate, _, momentum = given.pop("outer", "1/0").partition("/")
         numbers = {key: int(value) for key, value in given.items()}
         return cls(int(every), hook, **numbers, outer=(float(learning_rate), float(momentum or 0)))
@@ -56,12 +58,18 @@ class LocalTraining:
         )
         numbers = {"fragments": options.fragments, "delay": options.delay}
         self._local = LocalSteps(model, outer, options.every, hook, state, **numbers)
+        self._options = options
         self.sent_bytes = 0
 
-    def step(self, *, is_last: bool) -> None:
-        """Call it after every step of the inner optimizer."""
+    def step(self, num_steps: int, steps: int) -> None:
+        """Call it after every step of the inner optimizer, the ``num_steps``-th of ``steps``."""
+        if self._options.to:
+            # The learning rate falls linearly. Gu et al., "A Quadratic Synchronization Rule for Distributed
+            # Deep Learning", 2024.
+            every = self._options.every * (steps / (steps - num_steps + 1)) ** 2
+            self._local.every = min(int(every), self._options.to)
         with WireMeter() as meter:
-            if is_last:
+            if num_steps == steps:
                 self._local.join()
             else:
                 self._local.step()

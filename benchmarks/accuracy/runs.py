@@ -93,7 +93,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
 
     def after_step() -> None:
         if local is not None:
-            local.step(is_last=len(recorder.step_bytes) == task.steps)
+            local.step(len(recorder.step_bytes), task.steps)
 
     demo.train_steps(
         label,

@@ -36,7 +36,7 @@ def run_accuracy(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_local_steps(tmp_path):
     hooks = ("none", "local:5", "local:10:int4", "local:10:int4:delay=5", "alone")
-    hooks += ("local:10:int4:fragments=5:outer=0.7/0.9", "none:lr=0.01")
+    hooks += ("local:10:int4:fragments=5:outer=0.7/0.9", "local:2:to=5", "none:lr=0.01")
     options = [*TINY_OPTIONS, "--task=gpt", "--steps=20", "--seeds=1", "--ranks=2", "--resume"]
     options += [f"--hook={','.join(hooks)}", "--out", str(tmp_path)]
     of_these_options = row("alone", 0, 3.0, 1) | {"options": options_of(parse(options))}
@@ -55,6 +55,8 @@ def test_local_steps(tmp_path):
     assert 4 * whole <= local[0]["sent_bytes"] < 4.01 * whole
     assert 2 * whole / 8 < local[1]["sent_bytes"] < 2 * whole / 4
     assert 2 * whole / 8 < local[2]["sent_bytes"] < 2 * whole / 4
+    # After 2, 4, 8, 13 and 18 steps and at the end.
+    assert 6 * whole <= rows["local:2:to=5"]["sent_bytes"] < 6.01 * whole
     assert [row["bytes_per_step"] for row in local] == [row["sent_bytes"] // 20 for row in local]
 
 
@@ -176,8 +178,8 @@ def test_too_little_text_is_an_error(numbered_text):
 def test_names_of_runs():
     assert parse_run_name("powersgd:8:int8:lr=0.02") == ("powersgd:8:int8", None, 0.02)
     assert parse_run_name("local:20") == ("none", LocalOptions(20), None)
-    every_setting = LocalOptions(20, "powersgd:8:int8", delay=1, fragments=5, outer=(0.7, 0.9))
-    name = "local:20:powersgd:8:int8:fragments=5:delay=1:outer=0.7/0.9:lr=1e-3"
+    every_setting = LocalOptions(20, "powersgd:8:int8", delay=1, fragments=5, to=40, outer=(0.7, 0.9))
+    name = "local:20:powersgd:8:int8:fragments=5:delay=1:to=40:outer=0.7/0.9:lr=1e-3"
     assert parse_run_name(name) == ("powersgd:8:int8", every_setting, 1e-3)
 
 
