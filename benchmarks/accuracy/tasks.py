@@ -25,7 +25,7 @@ DIGITS_BATCH = 32  # images per rank and step
 
 # Chosen without compression: the hooks use the baseline's learning rates.
 GPT_LEARNING_RATE = 3e-3
-TEXT_LEARNING_RATE, TEXT_BETAS = 1e-2, (0.9, 0.99)
+TEXT_LEARNING_RATE, TEXT_BETAS = 5e-3, (0.9, 0.99)
 DIGITS_LEARNING_RATE, DIGITS_MOMENTUM, DIGITS_WEIGHT_DECAY = 0.05, 0.9, 5e-3
 
 
