@@ -163,8 +163,10 @@ def test_text_is_read_once(numbered_text):
     num_parameters = sum(parameter.numel() for parameter in task.net.parameters())
     assert num_parameters <= task.steps * ranks * 2 * 16 < num_parameters + ranks * 2 * 16
     assert len(set(windows)) == len(windows) == task.steps * ranks * 2
-    # A window of 17 bytes has a whole number of 8, or almost.
-    held_out = {bytes(each.tolist()) for each in corpus.read_once(numbered_text, 16, 1)[1].unfold(0, 17, 1)}
+    in_order, held_out_text = corpus.read_once(numbered_text, 16, 800)
+    numbers = in_order.flatten().unfold(0, 8, 8).tolist()
+    assert len({bytes(each) for each in numbers}) == 17 * 800 // 8, "windows overlap"
+    held_out = {bytes(each.tolist()) for each in held_out_text.unfold(0, 17, 1)}
     assert len(held_out) == 24_000 - 16
     assert not held_out & set(windows)
     assert not any(b"x" in each for each in windows)
