@@ -1,6 +1,7 @@
 """Test that the tables of docs/network.md, and README's table, show the recorded rows."""
 
 import json
+import statistics
 
 import pytest
 
@@ -95,6 +96,20 @@ def test_the_page_on_local_steps_has_a_table_of_the_rows():
     rows = report.of(rows_of("network_local_steps.jsonl"), job="steps")
     shown = [row for row in rows if row["wrapper"] in ("torch", "local steps")]
     assert report.tables(shown) in (ROOT / "docs/frameworks/local_steps.md").read_text()
+
+
+def test_the_page_has_the_time_of_an_exchange_of_local_steps():
+    """20 steps with one exchange, less 20 steps without communication."""
+    rows = report.of(rows_of("network_delay_local_steps.jsonl"), job="steps", delay_ms=25.0)
+    ms = {
+        hook: statistics.median(row["step_ms"] for row in report.of(rows, hook=hook))
+        for hook in ("noop", "20", "20:int4", "20:delay=5", "20:int4:delay=5")
+    }
+    whole, int4, delayed, both = (round(20 * (each - ms["noop"])) for each in list(ms.values())[1:])
+    adds = f"adds {whole} ms to 20 steps over 200 Mbit/s with 25 ms, and {int4} with int4;"
+    assert f"{adds} with `delay=5` {delayed} and {both}" in " ".join(
+        (ROOT / "docs/network.md").read_text().split()
+    )
 
 
 def test_the_readme_quotes_the_rows():
