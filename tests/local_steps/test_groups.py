@@ -107,7 +107,7 @@ def test_ranks_are_lost_and_join(run_ranks):
 
 def fails_in_an_exchange(rank, name, options):
     """Rank 2 doesn't come to the second exchange. The others keep their progress, and go on without it."""
-    group, rest = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2)), dist.new_group([0, 1])
+    group, rest = dist.new_group([0, 1, 2], timeout=timedelta(seconds=1)), dist.new_group([0, 1])
     if rank == 3:
         return None
     model, local_steps = made(0, name, group, every=2, **options)
