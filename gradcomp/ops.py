@@ -294,6 +294,9 @@ def quantized_plan(
         replaces stages 3 to 5: out [elements of a shard], in averages_dtype, = the sum / divisor. With
         error_feedback plan.error is the caller's, zero in this rank's shard after the sum: assign
         [world size · shard_numel] before each plan.quantize, so that buckets can share a plan.
+    only_gathers: True for an all-gather of shards with equal tensors. plan.payload is the caller's: assign
+        [world size, plan.payload_bytes] before plan.quantize(shard, row), which writes one row of it from
+        [elements of a shard], and before plan.dequantize(flat).
     num_senders: the number of ranks, for an average in one exchange. The layout has one shard, which every
         rank quantizes as a whole, error = M − quantized M, and sends to all: an all-gather from plan.payload
         to plan.received [num_senders, bytes]. Then plan.sum(flat, rank, received) replaces stages 3 to 5;

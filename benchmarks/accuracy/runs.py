@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import sharding
 from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
@@ -22,6 +23,7 @@ from gradcomp.hooks.named_hooks import NamedHook
 
 ALONE = "alone"  # every rank trains by itself
 LOCAL = "local"  # every rank trains by itself, but for an average every few dozen steps
+SHARDED = "fsdp2"
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 
 
@@ -31,7 +33,9 @@ OPTIONS += ("width", "layers", "heads", "batch", "sequence")
 
 
 def parse_run_name(name: str) -> tuple[str, LocalOptions | None, float | None]:
-    """Parse a run's name: "alone", "local:STEPS..." or a hook's name; ":lr=..." may follow.
+    """Parse a run's name: "alone", "local:STEPS...", "fsdp2:WEIGHTS:GRADIENTS" or a hook's name.
+
+    ":lr=..." may follow.
 
     Returns (the hook's name or "alone", the settings of local steps, the learning rate). Raises ValueError
     for another name.
@@ -45,7 +49,9 @@ def parse_run_name(name: str) -> tuple[str, LocalOptions | None, float | None]:
         except ValueError as error:
             raise ValueError(f"{LOCAL}: {error}") from error
         return local.hook, local, learning_rate
-    if name != ALONE:
+    if kind == SHARDED:
+        sharding.parse(rest)
+    elif name != ALONE:
         NamedHook.named(name)
     return name, None, learning_rate
 
@@ -75,6 +81,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
     """Train once, and return the row to record. Every rank must call it."""
     task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
     hook_name, local_options, learning_rate = parse_run_name(hook)
+    kind, _, rest = hook_name.partition(":")
     if learning_rate is not None:
         task.optimizer.param_groups[0]["lr"] = learning_rate
     is_alone = hook_name == ALONE or local_options is not None
@@ -82,7 +89,10 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
     recorder = Recorder(task.steps, torch.device("cpu"), is_alone=is_alone)
     start_iter = recorder.every  # a tenth of the run, and a step whose bytes are counted
     model = task.net
-    if not is_alone:
+    if kind == SHARDED:
+        sharding.shard(task.net, rest, start_iter)
+        task.optimizer.param_groups[0]["params"] = list(task.net.parameters())
+    elif not is_alone:
         model, averager = demo.with_reducer(task.net, options.reducer)
         NamedHook.named(hook_name).register(averager, start_iter)
     accuracies: list[float] = []
@@ -106,7 +116,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         task.warmup_steps,
     )
     if hook_name != ALONE:
-        check_replicas(list(task.net.parameters()))
+        check_replicas(sharding.unsharded(task.net) if kind == SHARDED else list(task.net.parameters()))
     result = recorder.result()
     sent_bytes = sum(result["step_bytes"]) if local is None else local.sent_bytes
     return {

@@ -48,6 +48,8 @@ def share_of_all_reduce(operator: str) -> Fraction:
     """Return the bytes that a rank sends per byte of a collective's tensors, divided by an all-reduce's."""
     if operator in ("alltoall_base_", "_allgather_base_"):
         return Fraction(1, 2)
+    if operator == "_reduce_scatter_base_":
+        return Fraction(dist.get_world_size(), 2)  # of its output
     if operator == "send":
         return Fraction(dist.get_world_size(), 2 * (dist.get_world_size() - 1))
     return Fraction(operator != "recv_")

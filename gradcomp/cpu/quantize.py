@@ -206,9 +206,11 @@ class QuantizedPlan:
         averages_dtype: torch.dtype | None = None,
         only_dequantizes: bool = False,
         only_sums: bool = False,
+        only_gathers: bool = False,
         num_senders: int | None = None,
     ):
-        self._has_own, num_ranks = num_senders is None, num_senders or layout.world_size
+        self._only_gathers, self._has_own = only_gathers, num_senders is None and not only_gathers
+        num_ranks = num_senders or layout.world_size
         self.layout, self._uncompressed_dtype, self._bits = layout, uncompressed_dtype or dtype, bits
         self._wide = wide = torch.promote_types(dtype, torch.float32)
         self._top = torch.finfo(averages_dtype or dtype).max
@@ -217,11 +219,13 @@ class QuantizedPlan:
         self._shrink = 0.5 ** (num_ranks - 1).bit_length()
         self._num_ranks = num_ranks if divisor is None else divisor
         self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean
-        sections, num_bytes = layout.sections(bits, self._uncompressed_dtype.itemsize)
+        sections, self.payload_bytes = layout.sections(bits, self._uncompressed_dtype.itemsize)
         self._codes_at, self._scales_at, self._exact_at = sections
-        self.payload = torch.zeros(layout.world_size, num_bytes, dtype=torch.uint8, device="cpu")
-        self.received = self.payload.new_empty(0 if only_dequantizes else num_ranks, num_bytes)
-        has_mean = self._has_own and not (only_dequantizes or only_sums)
+        num_bytes, num_payloads = self.payload_bytes, 0 if only_gathers else layout.world_size
+        self.payload = torch.zeros(num_payloads, num_bytes, dtype=torch.uint8, device="cpu")
+        averages = not (only_dequantizes or only_gathers)
+        self.received = self.payload.new_empty(num_ranks if averages else 0, num_bytes)
+        has_mean = self._has_own and averages and not only_sums
         self.mean = self.payload.new_zeros(num_bytes if has_mean else 0)
         step = max(1, CHUNK_NUMEL // layout.block_size)
         self._rows = [slice(i, min(i + step, layout.num_blocks)) for i in range(0, layout.num_blocks, step)]
@@ -276,7 +280,11 @@ class QuantizedPlan:
                 mask = slice(None) if stays is None else stays[index]
                 waiting.append((error[part.stored], mask, error[part.stored][mask].clone()))
                 error[part.stored][mask] = 0.0
-        for shard, chunks in enumerate(self._sent):
+        payload, sent = self.payload, self._sent
+        if self._only_gathers:
+            payload = self.payload[rank : rank + 1]
+            sent = [self._chunks(payload[0], 0)]
+        for shard, chunks in enumerate(sent):
             is_own = shard == rank and self._has_own
             for chunk in chunks:
                 values = self._values_of(chunk, shard, is_own, flat)
@@ -288,10 +296,11 @@ class QuantizedPlan:
                     quantize(values, codes=chunk.codes, top=self._top, **how)
         for values, mask, before in waiting:
             values[mask] = before
-        exact = flat.new_zeros(len(self.payload) * self.layout.exact_numel, dtype=self._uncompressed_dtype)
+        exact = flat.new_zeros(len(payload) * self.layout.exact_numel, dtype=self._uncompressed_dtype)
         for each in self.layout.exact:
-            exact[each.stored] = flat[each.in_bucket]
-        self.payload[:, self._exact_at] = exact.view(torch.uint8).view(len(self.payload), -1)
+            if each.stored.start < len(exact):
+                exact[each.stored] = flat[each.in_bucket]
+        payload[:, self._exact_at] = exact.view(torch.uint8).view(len(payload), -1)
 
     def _kept_in(self, shard: int) -> torch.Tensor:
         """Return where a shard's values are kept, [blocks, size]: in the error; without one, only the own."""
@@ -421,7 +430,7 @@ class QuantizedPlan:
     def dequantize(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket."""
         _, _, top = self._scales_of(self.payload)
-        for chunks in self._sent:
+        for chunks in self._sent or [self._chunks(row, shard) for shard, row in enumerate(self.payload)]:
             for chunk in chunks:
                 values = self._scratch[: len(chunk.scales)]
                 is_in_place = chunk.in_bucket is not None and flat.dtype == self._wide

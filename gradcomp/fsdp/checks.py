@@ -40,6 +40,11 @@ def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
     if not groups:
         raise ValueError(f"{type(model).__name__} has no sharded parameters")
     for group in groups:
+        if (what := group.unsupported) is not None:
+            raise ValueError(
+                f"{whose}: {group.name} {what}. It takes parameters that fully_shard alone shards, over a mesh "
+                'of shards, or of two dimensions, ("replicate", "shard")'
+            )
         if group.shard_group is None:
             raise ValueError(
                 f"{whose}: {group.name} is replicated with replicate(), in which torch has no place for "
@@ -47,6 +52,26 @@ def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
                 "DistributedDataParallel and a hook"
             )
     return groups
+
+
+def require_methods(whose: str, *names: str) -> None:
+    """Raise RuntimeError if torch's FSDPModule lacks a method."""
+    for name in names:
+        if not hasattr(FSDPModule, name):
+            raise RuntimeError(
+                f"{whose} needs FSDPModule.{name}, which torch {torch.__version__} lacks: use torch 2.13 or newer"
+            )
+
+
+def require_default(whose: str, groups: list[ParamGroup], kind: str) -> None:
+    """Raise ValueError for a group with another collective than torch's. kind: see ParamGroup.custom."""
+    for group in groups:
+        if (name := group.custom(kind)) is not None:
+            raise ValueError(
+                f"{group.name} has another {kind.replace('_', '-')} already, a {name}. Likely cause: a second "
+                f"call of {whose}, or set_custom_{kind}, set_symm_mem_for_comm or "
+                "set_allocate_memory_from_process_group_for_comm"
+            )
 
 
 def check_state(whose: str, state: CompressorState, group: dist.ProcessGroup, group_name: str) -> None:
@@ -63,26 +88,30 @@ def check_state(whose: str, state: CompressorState, group: dist.ProcessGroup, gr
         )
 
 
+def options_of(state: CompressorState | None) -> dict[str, Any] | None:
+    """Return what require_agreement compares of a state."""
+    if state is None:
+        return None
+    named = {"algorithm": state.algorithm, "ranks_per_node": state.ranks_per_node}
+    return named | state.compared_options()
+
+
 def require_agreement(
     whose: str,
     groups: list[ParamGroup],
     replicate_group: dist.ProcessGroup | None,
-    state: CompressorState | None,
+    options: dict[str, Any] | None,
 ) -> None:
-    """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and state.
+    """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and options.
 
     First the ranks of each shard mesh are compared, then the replicas, with the first comparison's errors:
     ranks that differ anywhere in the grid differ in one of the two comparisons.
 
     replicate_group: None for a model without replicas.
     """
-    device, advice = groups[0].device, "Give every rank the same model, mesh and state"
-    options: dict[str, Any] | None = None
-    if state is not None:
-        options = {"algorithm": state.algorithm, "ranks_per_node": state.ranks_per_node}
-        options |= state.compared_options()
+    device, advice = groups[0].device, "Give every rank the same model, mesh and options"
     values: dict[str, Any] = {
-        "state": options,
+        "options": options,
         "number of replicas": replicate_group.size() if replicate_group else 1,
         "FSDP modules": [group.name for group in groups],
         "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],

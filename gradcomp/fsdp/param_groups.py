@@ -88,11 +88,44 @@ class ParamGroup:
         is_divided = size == 1 or op != dist.ReduceOp.SUM
         return unit, unit * size / ((factor or 1.0) if is_divided else 1.0)
 
+    def custom(self, kind: str) -> str | None:
+        """Return the class of a collective other than torch's default; None without one.
+
+        kind: "reduce_scatter" or "all_gather".
+        """
+        name = type(getattr(self._group, f"_{kind}_comm")).__name__
+        return None if name.startswith("Default") else name
+
     @property
-    def custom_reduce_scatter(self) -> str | None:
-        """The class of a reduce-scatter other than torch's default; None without one."""
-        name = type(self._group._reduce_scatter_comm).__name__
-        return None if name == "DefaultReduceScatter" else name
+    def all_gather(self) -> Any:
+        """The all-gather, with the methods of torch's AllGather."""
+        return self._group._all_gather_comm
+
+    @property
+    def is_resharded(self) -> bool:
+        """True between forward and backward if the parameters are sharded over fewer ranks then."""
+        return bool(self._group.is_sharded_post_forward)
+
+    @property
+    def has_extensions(self) -> bool:
+        """True if a parameter's tensor chooses by itself what is gathered: fsdp_pre_all_gather."""
+        locals_ = (each._sharded_local_tensor for each in self._group.fsdp_params)
+        return any(hasattr(each, "fsdp_pre_all_gather") for each in locals_)
+
+    @property
+    def gathered_dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which the parameters are gathered."""
+        chosen = self._group.mp_policy.param_dtype
+        own = (each.sharded_param.dtype for each in self._group.fsdp_params)
+        return {chosen if chosen and each.is_floating_point else each for each in own}
+
+    @property
+    def unsupported(self) -> str | None:
+        """What of the parameters' mesh gradcomp can't compress; None for a mesh of shards, or of replicas, too."""
+        if any(each.is_dtensor for each in self._group.fsdp_params):
+            return "has parameters that are DTensors already, as with tensor parallelism"
+        mesh = self._group.mesh_info.mesh
+        return f"is sharded over a mesh of {mesh.ndim} dimensions" if mesh.ndim > 2 else None
 
     def install(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Install an all-reduce hook. From now on `reduced` returns the placeholders of its gradients."""

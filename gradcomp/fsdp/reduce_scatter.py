@@ -6,17 +6,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from gradcomp.comm.bucket import ShardBucket
 from gradcomp.comm.consistency import require_same_group
 from gradcomp.compress import CompressorState
 
-from .checks import Averager, check_state, checked_groups, require_agreement
+from .checks import (
+    Averager,
+    check_state,
+    checked_groups,
+    options_of,
+    require_agreement,
+    require_default,
+    require_methods,
+)
 from .param_groups import ParamGroup, call_after_backward
 
 _WHOSE = "compress_reduce_scatter"
-_METHODS = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
 
 
 class CompressedReduceScatter:
@@ -103,17 +109,12 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
         raise ValueError(
             f"{_WHOSE}: the state has a Recorder, but sums of shards are no averages to record: detach it"
         )
-    for name in _METHODS:
-        if not hasattr(FSDPModule, name):
-            raise RuntimeError(
-                f"{_WHOSE} needs FSDPModule.{name}, which torch {torch.__version__} lacks: use torch 2.13 or "
-                "newer"
-            )
+    require_methods(_WHOSE, "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
     replicate_group = groups[0].replicate_group
     for each in (shard_group, replicate_group):
         if each is not None:
             require_same_group(_WHOSE, each)
-    require_agreement(_WHOSE, groups, replicate_group, state)
+    require_agreement(_WHOSE, groups, replicate_group, options_of(state))
     named = [zip(group.names(model), group.whole_placeholders, strict=True) for group in groups]
     state.number_parameters(chain.from_iterable(named))
     state.process_group, state.has_shards = shard_group, True
@@ -126,13 +127,7 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
 def _checked_groups(model: Any) -> tuple[list[ParamGroup], dist.ProcessGroup]:
     """Return (the model's parameter groups, their process group). Raises TypeError or ValueError."""
     groups = checked_groups(_WHOSE, model)
-    for group in groups:
-        if (name := group.custom_reduce_scatter) is not None:
-            raise ValueError(
-                f"{group.name} has another reduce-scatter already, a {name}. Likely cause: a second call of "
-                f"{_WHOSE}, or set_custom_reduce_scatter, set_symm_mem_for_comm or "
-                "set_allocate_memory_from_process_group_for_comm"
-            )
+    require_default(_WHOSE, groups, "reduce_scatter")
     shard_group = groups[0].reduce_scatter_group
     assert shard_group is not None
     for group in groups:

@@ -16,7 +16,7 @@ from gradcomp.compress import CompressorState
 from gradcomp.device import has_streams
 from gradcomp.reducer import broadcast_coalesced
 
-from .checks import Averager, check_state, checked_groups, require_agreement
+from .checks import Averager, check_state, checked_groups, options_of, require_agreement
 from .param_groups import ParamGroup, call_after_backward
 
 
@@ -112,7 +112,7 @@ def compress_replicas(
             )
         check_state(_WHOSE, state, replicate_group, "replicate_group")
     require_same_group(_WHOSE, replicate_group)
-    require_agreement(_WHOSE, groups, replicate_group, state)
+    require_agreement(_WHOSE, groups, replicate_group, options_of(state))
     if state is not None:
         named = [zip(group.names(model), group.placeholders, strict=True) for group in groups]
         state.number_parameters(chain.from_iterable(named))

@@ -37,6 +37,7 @@ class BlockLayout:
     shapes: the tensors' shapes.
     block_size: the number of elements in a block.
     world_size: the number of shards, one per rank.
+    offsets: where each tensor begins in the bucket; None: one after another.
 
     numel: the number of elements in the bucket.
     quantized, exact: a Part for each quantized tensor and for each exact tensor.
@@ -45,11 +46,17 @@ class BlockLayout:
     exact_numel: the number of exact elements in a shard, padded in the same way.
     """
 
-    def __init__(self, shapes: Iterable[Sequence[int]], block_size: int, world_size: int):
+    def __init__(
+        self,
+        shapes: Iterable[Sequence[int]],
+        block_size: int,
+        world_size: int,
+        offsets: Sequence[int] | None = None,
+    ):
         flat = FlatLayout(shapes)
         quantized, exact = [], []
         num_blocks = exact_numel = 0
-        sizes = zip(flat.shapes, flat.offsets, flat.numels, strict=True)
+        sizes = zip(flat.shapes, offsets or flat.offsets, flat.numels, strict=True)
         for position, (shape, offset, numel) in enumerate(sizes):
             in_bucket = slice(offset, offset + numel)
             if len(shape) > 1 and numel >= block_size:
@@ -90,12 +97,12 @@ class BlockLayout:
     def sections(self, bits: int, exact_bytes: int) -> tuple[list[slice], int]:
         """Return (slices of the codes, scales and exact elements in a shard's payload, payload's bytes).
 
-        bits: the bits of a code.
+        bits: the bits of a code; codes of 16 bits have no scales.
         exact_bytes: the bytes of an exact element.
         """
         sizes = [
             self.num_blocks * self.code_bytes(bits),
-            self.num_blocks * SCALE_BYTES,
+            self.num_blocks * (SCALE_BYTES if bits < 16 else 0),
             self.exact_numel * exact_bytes,
         ]
         sections, start = [], 0

@@ -34,21 +34,25 @@ class QuantizedPlan:
         averages_dtype: torch.dtype | None = None,
         only_dequantizes: bool = False,
         only_sums: bool = False,
+        only_gathers: bool = False,
         num_senders: int | None = None,
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.layout, self._device, self._feedback = layout, device, error_feedback
-        self._uncompressed_dtype, self._has_own = uncompressed_dtype or dtype, num_senders is None
+        self._uncompressed_dtype = uncompressed_dtype or dtype
+        self._only_gathers, self._has_own = only_gathers, num_senders is None and not only_gathers
         self._num_payloads = num_senders or layout.world_size  # of a shard
         self._only_sums = only_sums = only_sums or num_senders is not None
         work = QuantizedWork(
             layout, bits, dtype.itemsize, self._uncompressed_dtype.itemsize, num_multiprocessors(device)
         )
-        self.payload = zeros(layout.world_size, work.payload_bytes)
-        self.received = zeros(0 if only_dequantizes else self._num_payloads, work.payload_bytes)
-        self.mean = zeros(0 if only_dequantizes or only_sums else work.payload_bytes)
+        self.payload_bytes = work.payload_bytes
+        self.payload = zeros(0 if only_gathers else layout.world_size, work.payload_bytes)
+        averages = not (only_dequantizes or only_gathers)
+        self.received = zeros(self._num_payloads if averages else 0, work.payload_bytes)
+        self.mean = zeros(work.payload_bytes if averages and not only_sums else 0)
         # The error, or without feedback this rank's own values until the sum.
         num_kept = layout.world_size if error_feedback else int(self._has_own)
         if only_dequantizes or (only_sums and self._has_own and error_feedback):
@@ -56,7 +60,7 @@ class QuantizedPlan:
         self._kept = zeros(num_kept * layout.shard_numel, dtype=torch.promote_types(dtype, torch.float32))
         quantize, average, dequantize = self._launches(work, dtype, averages_dtype or dtype, divisor)
         self._quantizing = Stage([] if only_dequantizes else [quantize])
-        self._averaging = Stage([] if only_dequantizes else [average])
+        self._averaging = Stage([average] if averages else [])
         self._dequantizing = Stage([] if only_sums else [dequantize])
         if has_streams(device):
             self.compile(device)
@@ -68,11 +72,13 @@ class QuantizedPlan:
         wide, world_size, only_sums = self._kept.dtype, self._num_payloads, self._only_sums
         divisor = world_size if divisor is None else divisor
         bucket, kept, rank = Slot.buffer(dtype), Slot("kept", self._kept[:0]), Slot("rank", 1000)
+        payload, has_equal_shards = Slot("payload", self.payload[:0]), only_sums or self._only_gathers
         received = Slot("received", torch.empty(1, dtype=self._uncompressed_dtype, device="meta"))
         bucket_work, shard_work = (
             send(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._device)
-            for rows in (work.bucket_work, work.sum_work if only_sums else work.shard_work)
+            for rows in (work.bucket_work, work.sum_work if has_equal_shards else work.shard_work)
         )
+        quantize_work = shard_work if self._only_gathers else bucket_work
         constants = {
             "BITS": work.bits,
             "LIMIT": torch.finfo(averages_dtype).max,
@@ -87,7 +93,7 @@ class QuantizedPlan:
         shrink = 0.5 ** (world_size - 1).bit_length()
         by, exact = divisor * shrink, element_type(self._uncompressed_dtype)
         quantize = Launch(
-            _quantize_kernel, len(bucket_work), bucket, kept, self.payload, bucket_work, rank,
+            _quantize_kernel, len(quantize_work), bucket, kept, payload, quantize_work, rank,
             FEEDBACK=self._feedback, EXACT=exact, **constants,
         )  # fmt: skip
         average = Launch(
@@ -100,7 +106,7 @@ class QuantizedPlan:
             LARGEST=torch.finfo(wide).max, **constants,
         )  # fmt: skip
         dequantize = Launch(
-            _dequantize_kernel, len(bucket_work), self.payload, bucket, bucket_work,
+            _dequantize_kernel, len(bucket_work), payload, bucket, bucket_work,
             ACC=element_type(wide), EXACT=exact, **constants,
         )  # fmt: skip
         return quantize, average, dequantize
@@ -137,8 +143,11 @@ class QuantizedPlan:
                 stay = torch.ones_like(error, dtype=torch.bool) if stays is None else stays[index]
                 waiting.append((error, stay, error.clone()))
                 error.masked_fill_(stay, 0.0)
+        payload = self.payload[rank] if self._only_gathers else self.payload
         with launching_on(self._device):
-            self._quantizing(buffer=flat, kept=self._kept, rank=rank if self._has_own else -1)
+            self._quantizing(
+                buffer=flat, kept=self._kept, payload=payload, rank=rank if self._has_own else -1
+            )
         for error, stay, before in waiting:
             error.copy_(torch.where(stay, before, error))  # without waiting for a GPU, unlike error[stay]
 
@@ -162,4 +171,4 @@ class QuantizedPlan:
     def dequantize(self, flat: torch.Tensor) -> None:
         """Write the means in payload, one per shard, to the bucket. One launch."""
         with launching_on(self._device):
-            self._dequantizing(buffer=flat)
+            self._dequantizing(buffer=flat, payload=self.payload)

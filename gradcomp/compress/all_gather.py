@@ -1,0 +1,147 @@
+"""The all-gather of shards in codes: the ranks gather rows of codes, and every rank decodes the same bytes.
+
+    rank r    its shard ──quantize──▶ row r
+    all-gather: every rank gets the rows of all ranks, and dequantizes them, its own too
+
+With nodes, a row goes through the network card of its rank's node once to each other node:
+
+    node i, place j    gathers the rows of place j from the other nodes
+    within the node    every rank gets the rows of all places
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradcomp import ops
+from gradcomp.device import has_streams
+from gradcomp.layout.blocks import BlockLayout, Part
+from gradcomp.layout.flat import FlatLayout
+
+from ..comm.exchange import Works, all_gather
+from ..comm.nodes import nodes_of
+from ..comm.process_group import Explaining
+
+
+def gather_layout(
+    shapes: Sequence[Sequence[int]],
+    exact: Collection[int],
+    block_size: int,
+    world_size: int,
+    ranks_per_node: int,
+) -> BlockLayout:
+    """Return the blocks of all ranks' shards, which have tensors of these shapes: a row of the payload each.
+
+    exact: the positions of tensors that are sent exactly, beside the vectors and small ones.
+
+    With nodes the rows are those of place 0 on all nodes, then those of place 1, and so on.
+    """
+    shapes = [(math.prod(shape),) if index in exact else shape for index, shape in enumerate(shapes)]
+    row, num_nodes = FlatLayout(shapes), world_size // ranks_per_node
+    ranks = [node * ranks_per_node + place for place in range(ranks_per_node) for node in range(num_nodes)]
+    offsets = [rank * row.numel + offset for rank in ranks for offset in row.offsets]
+    return BlockLayout(shapes * world_size, block_size, world_size, offsets)
+
+
+def gather_plan(layout: BlockLayout, bits: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the plan of an all-gather with these blocks, which several of them may use in turns.
+
+    bits: of the codes, 8 (4); 16 is bfloat16.
+    """
+    if bits == 16:
+        return _RoundingPlan(layout, dtype, device)
+    return ops.quantized_plan(layout, dtype, device, bits=bits, error_feedback=False, only_gathers=True)
+
+
+class _RoundingPlan:
+    """ops.quantized_plan with only_gathers in 16 bits: matrices in bfloat16, without scales."""
+
+    def __init__(self, layout: BlockLayout, dtype: torch.dtype, device: torch.device):
+        (codes, _, exact), self.payload_bytes = layout.sections(16, dtype.itemsize)
+        self.payload = torch.empty(0, self.payload_bytes, dtype=torch.uint8, device=device)
+        self._encoding, self._decoding = [], []
+        for parts, numel, start, wire in (
+            (layout.quantized, layout.shard_numel, codes.start, torch.bfloat16),
+            (layout.exact, layout.exact_numel, exact.start, dtype),
+        ):
+            copies = list(self._copies(parts, numel, start, wire.itemsize))
+            of_first = copies[: len(copies) // layout.world_size]
+            backward = [pair[::-1] for pair in copies]
+            self._encoding.append((wire, ops.PartsCopy(of_first, device)))
+            self._decoding.append((wire, ops.PartsCopy(backward, device)))
+
+    def _copies(
+        self, parts: Iterable[Part], shard_numel: int, start: int, itemsize: int
+    ) -> Iterator[tuple[slice, slice]]:
+        """Yield (a tensor's slice of the bucket, its slice of the payload in elements of the wire's dtype)."""
+        for part in parts:
+            row, element = divmod(part.stored.start, shard_numel)
+            first = (row * self.payload_bytes + start) // itemsize + element
+            yield part.in_bucket, slice(first, first + part.stored.stop - part.stored.start)
+
+    def quantize(self, shard: Tensor, row: int) -> None:
+        for wire, copy in self._encoding:
+            copy(shard, self.payload[row].view(wire), 1.0)
+
+    def dequantize(self, flat: Tensor) -> None:
+        for wire, copy in self._decoding:
+            copy(self.payload.view(-1).view(wire), flat, 1.0)
+
+
+class GatherWork(dist.Work):
+    """An all-gather of shards under way. wait() decodes the rows on the current stream.
+
+    plan: gather_plan's.
+    shard: [n], this rank's.
+    out: [world size · n], written by wait().
+    name: what is gathered, for messages.
+
+    Allocates the payload for the time until wait().
+    """
+
+    def __init__(
+        self, plan: Any, shard: Tensor, out: Tensor, group: dist.ProcessGroup, ranks_per_node: int, name: str
+    ):
+        super().__init__()
+        self._plan, self._out, self._explaining = plan, out, Explaining.of(f"gather {name}", group)
+        rows = group.size()
+        self._payload = torch.empty(rows, plan.payload_bytes, dtype=torch.uint8, device=out.device)
+        self._works = self._exchanges(shard, group, ranks_per_node)
+        with self._explaining:
+            self._under_way = next(self._works)
+
+    def _exchanges(self, shard: Tensor, group: dist.ProcessGroup, ranks_per_node: int) -> Works:
+        places, within, between = self._payload[None], None, group
+        if ranks_per_node > 1:
+            nodes = nodes_of(group, ranks_per_node)
+            within, between = nodes.within, nodes.between
+            places = self._payload.view(ranks_per_node, nodes.num_nodes, -1)
+        place = 0 if within is None else within.rank()
+        self._plan.payload = self._payload
+        self._plan.quantize(shard, place * between.size() + between.rank())
+        rows = places[place]
+        yield all_gather(rows, rows[between.rank()], between)
+        if within is not None:
+            yield all_gather(places.flatten(1), rows.flatten(), within)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def wait(self, timeout: Any = None) -> bool:
+        """Gather, and decode. Raises RuntimeError if a rank has ended or doesn't answer in time."""
+        if self._under_way is None:
+            return True
+        with self._explaining:
+            while self._under_way is not None:
+                self._under_way.wait()
+                self._under_way = next(self._works, None)
+        self._plan.payload = self._payload
+        self._plan.dequantize(self._out)
+        if has_streams(self._out.device):
+            self._payload.record_stream(torch.cuda.current_stream(self._out.device))
+        self._plan.payload = self._payload[:0]
+        del self._payload
+        return True

@@ -1,0 +1,86 @@
+"""Compression of everything that FSDP2 sends."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from gradcomp.comm.announcement import say
+from gradcomp.compress import CompressorState
+from gradcomp.layout.blocks import BlockLayout
+from gradcomp.rules import WEIGHT_BITS
+
+from .all_gather import CompressedAllGather, install_all_gather
+from .reduce_scatter import compress_reduce_scatter
+from .replicas import compress_replicas
+
+_WHOSE = "compress_fsdp"
+
+
+def compress_fsdp(
+    model: nn.Module,
+    state: CompressorState,
+    weight_bits: int = 8,
+    *,
+    replica_state: CompressorState | None = None,
+    ignored: Iterable[nn.Module | nn.Parameter] = (),
+) -> None:
+    """Compress the weights and gradients of a model that FSDP2 shards: all bytes that it sends.
+
+    The same as compress_all_gather and compress_reduce_scatter, and with replica_state compress_replicas.
+    Logs a line for each parameter group: which of its elements are compressed.
+
+    model: after fully_shard, called for the model itself, too.
+    state: a QuantizationState for the gradients between shards. Its block_size and ranks_per_node are the
+        weights', too.
+    weight_bits: 8 or 16; see compress_all_gather.
+    replica_state: for a 1-D shard mesh, the state whose process group averages between replicas; see
+        compress_replicas. None: there are none, or they are of a 2-D mesh, whose averages torch takes exactly.
+    ignored: modules and parameters whose weights are gathered exactly.
+
+    Call it on every rank, before training. Raises the errors of these functions.
+
+    Example::
+
+        fully_shard(model)
+        compress_fsdp(model, QuantizationState(bits=4))
+    """
+    weight_bits = WEIGHT_BITS("weight_bits", weight_bits)
+    if replica_state is not None:
+        if not isinstance(replica_state, CompressorState) or replica_state.process_group is None:
+            raise TypeError(
+                f"{_WHOSE} takes a state with the replicas' process group as its replica_state, such as "
+                f"QuantizationState(replicate_group), got {replica_state!r}"
+            )
+        compress_replicas(model, replica_state.process_group, replica_state)
+    compress_reduce_scatter(model, state)
+    gathers = install_all_gather(
+        model, weight_bits, state.options.block_size, ignored, state.ranks_per_node
+    )
+    for gather in gathers:
+        say(f"{_WHOSE}: {_described(gather, weight_bits, state, replica_state)}", state.process_group)
+
+
+def _described(
+    gather: CompressedAllGather, weight_bits: int, state: CompressorState, replica_state: CompressorState | None
+) -> str:
+    """Return a parameter group's line."""
+    group, bits = gather.param_group, state.options.bits
+    shapes = [each.shape for each in group.placeholders]
+    numel = sum(each.numel() for each in group.placeholders)
+    weights, gradients = 0, numel
+    if all(map(gather.compresses, group.gathered_dtypes)) and len(group.gathered_dtypes) == 1:
+        weights = _num_quantized(gather.layout)
+    if bits < 16:
+        gradients = _num_quantized(state.options.layout(shapes, 1))
+    replicas = "no replicas" if group.replicate_group is None else "torch averages replicas"
+    if replica_state is not None:
+        replicas = f"{replica_state.algorithm} averages replicas"
+    return (
+        f"{group.name}: of {numel:,} elements of a shard, weights: {weights:,} in {weight_bits} bits; "
+        f"gradients: {gradients:,} in {bits} bits; {replicas}"
+    )
+
+
+def _num_quantized(layout: BlockLayout) -> int:
+    """Return how many elements of a shard aren't sent exactly."""
+    return sum(part.stored.stop - part.stored.start for part in layout.quantized) // layout.world_size
