@@ -1,7 +1,7 @@
 """Models that FSDP2 shards, with and without compression, by name: "WEIGHTS:GRADIENTS".
 
-WEIGHTS are gathered in fp32, in bf16 (torch's param_dtype), or by gradcomp in 16bit, int8 or int4. GRADIENTS are
-reduce-scattered in fp32, in bf16 (torch's reduce_dtype), or by gradcomp in 16bit, int8 or int4.
+WEIGHTS are gathered in fp32, in bf16 (torch's param_dtype), or by gradcomp in 16bit, int8 or int4. GRADIENTS
+are reduce-scattered in fp32, in bf16 (torch's reduce_dtype), or by gradcomp in 16bit, int8 or int4.
 """
 
 from typing import Any

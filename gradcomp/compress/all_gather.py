@@ -27,34 +27,59 @@ from ..comm.nodes import nodes_of
 from ..comm.process_group import Explaining
 
 
-def gather_layout(
-    shapes: Sequence[Sequence[int]],
-    exact: Collection[int],
-    block_size: int,
-    world_size: int,
-    ranks_per_node: int,
-) -> BlockLayout:
-    """Return the blocks of all ranks' shards, which have tensors of these shapes: a row of the payload each.
+class ShardGather:
+    """The all-gather of shards that have tensors of equal shapes on all ranks.
 
-    exact: the positions of tensors that are sent exactly, beside the vectors and small ones.
+    shapes: of a shard's tensors.
+    exact: the positions of tensors that are sent exactly, beside vectors and those smaller than a block.
+    world_size, ranks_per_node: of the group.
+    bits: 8 or 4, or 16: bfloat16, without scales.
+    block_size: elements that share a scale.
 
-    With nodes the rows are those of place 0 on all nodes, then those of place 1, and so on.
+    layout: the blocks of all ranks' shards, a row of the payload each. With nodes these are the rows of place
+        0 on all nodes, then those of place 1, and so on.
+
+    Several gathers may be under way at a time.
     """
-    shapes = [(math.prod(shape),) if index in exact else shape for index, shape in enumerate(shapes)]
-    row, num_nodes = FlatLayout(shapes), world_size // ranks_per_node
-    ranks = [node * ranks_per_node + place for place in range(ranks_per_node) for node in range(num_nodes)]
-    offsets = [rank * row.numel + offset for rank in ranks for offset in row.offsets]
-    return BlockLayout(shapes * world_size, block_size, world_size, offsets)
 
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        exact: Collection[int],
+        world_size: int,
+        ranks_per_node: int,
+        bits: int,
+        block_size: int,
+    ):
+        shapes = [(math.prod(shape),) if index in exact else shape for index, shape in enumerate(shapes)]
+        row = FlatLayout(shapes)
+        places = [range(place, world_size, ranks_per_node) for place in range(ranks_per_node)]
+        offsets = [rank * row.numel + offset for ranks in places for rank in ranks for offset in row.offsets]
+        self.layout = BlockLayout(shapes * world_size, block_size, world_size, offsets)
+        self.ranks_per_node, self._bits, self._plans = ranks_per_node, bits, dict[torch.dtype, Any]()
 
-def gather_plan(layout: BlockLayout, bits: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the plan of an all-gather with these blocks, which several of them may use in turns.
+    def compresses(self, dtype: torch.dtype) -> bool:
+        """Return whether shards in this dtype are sent in fewer bytes."""
+        is_shorter = dtype.is_floating_point and 8 * dtype.itemsize > self._bits
+        return is_shorter and bool(self.layout.quantized)
 
-    bits: of the codes, 8 (4); 16 is bfloat16.
-    """
-    if bits == 16:
-        return _RoundingPlan(layout, dtype, device)
-    return ops.quantized_plan(layout, dtype, device, bits=bits, error_feedback=False, only_gathers=True)
+    def start(self, shard: Tensor, out: Tensor, group: dist.ProcessGroup, name: str) -> dist.Work:
+        """Start to gather this rank's shard, [n]. wait() writes all shards to out, [world size · n].
+
+        name: what is gathered, for messages.
+        """
+        return _GatherWork(self._plan(out.dtype, out.device), shard, out, group, self.ranks_per_node, name)
+
+    def _plan(self, dtype: torch.dtype, device: torch.device) -> Any:
+        if dtype not in self._plans:
+            if self._bits == 16:
+                self._plans[dtype] = _RoundingPlan(self.layout, dtype, device)
+            else:
+                options: dict[str, Any] = {"bits": self._bits, "error_feedback": False, "only_gathers": True}
+                self._plans[dtype] = ops.quantized_plan(self.layout, dtype, device, **options)
+            if has_streams(device):  # the next gather may be on another stream
+                torch.cuda.current_stream(device).synchronize()
+        return self._plans[dtype]
 
 
 class _RoundingPlan:
@@ -77,7 +102,7 @@ class _RoundingPlan:
     def _copies(
         self, parts: Iterable[Part], shard_numel: int, start: int, itemsize: int
     ) -> Iterator[tuple[slice, slice]]:
-        """Yield (a tensor's slice of the bucket, its slice of the payload in elements of the wire's dtype)."""
+        """Yield (a tensor's slice of the bucket, its slice of the payload in the wire's elements)."""
         for part in parts:
             row, element = divmod(part.stored.start, shard_numel)
             first = (row * self.payload_bytes + start) // itemsize + element
@@ -92,15 +117,12 @@ class _RoundingPlan:
             copy(self.payload.view(-1).view(wire), flat, 1.0)
 
 
-class GatherWork(dist.Work):
+class _GatherWork(dist.Work):
     """An all-gather of shards under way. wait() decodes the rows on the current stream.
 
-    plan: gather_plan's.
-    shard: [n], this rank's.
-    out: [world size · n], written by wait().
-    name: what is gathered, for messages.
+    plan: ShardGather's. For the other arguments see ShardGather.start.
 
-    Allocates the payload for the time until wait().
+    Has a payload of its own until wait().
     """
 
     def __init__(

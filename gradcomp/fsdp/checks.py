@@ -40,10 +40,10 @@ def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
     if not groups:
         raise ValueError(f"{type(model).__name__} has no sharded parameters")
     for group in groups:
-        if (what := group.unsupported) is not None:
+        if group.has_dtensors:
             raise ValueError(
-                f"{whose}: {group.name} {what}. It takes parameters that fully_shard alone shards, over a mesh "
-                'of shards, or of two dimensions, ("replicate", "shard")'
+                f"{whose}: {group.name} had DTensors before fully_shard, as with tensor parallelism, which "
+                "gradcomp doesn't know. Compress models that fully_shard alone shards"
             )
         if group.shard_group is None:
             raise ValueError(
@@ -59,7 +59,8 @@ def require_methods(whose: str, *names: str) -> None:
     for name in names:
         if not hasattr(FSDPModule, name):
             raise RuntimeError(
-                f"{whose} needs FSDPModule.{name}, which torch {torch.__version__} lacks: use torch 2.13 or newer"
+                f"{whose} needs FSDPModule.{name}, which torch {torch.__version__} lacks: use torch 2.13 or "
+                "newer"
             )
 
 
@@ -68,8 +69,8 @@ def require_default(whose: str, groups: list[ParamGroup], kind: str) -> None:
     for group in groups:
         if (name := group.custom(kind)) is not None:
             raise ValueError(
-                f"{group.name} has another {kind.replace('_', '-')} already, a {name}. Likely cause: a second "
-                f"call of {whose}, or set_custom_{kind}, set_symm_mem_for_comm or "
+                f"{group.name} has another {kind.replace('_', '-')} already, a {name}. Likely cause: a "
+                f"second call of {whose}, or set_custom_{kind}, set_symm_mem_for_comm or "
                 "set_allocate_memory_from_process_group_for_comm"
             )
 
@@ -88,19 +89,16 @@ def check_state(whose: str, state: CompressorState, group: dist.ProcessGroup, gr
         )
 
 
-def options_of(state: CompressorState | None) -> dict[str, Any] | None:
+def options_of(state: CompressorState | None) -> dict[str, Any]:
     """Return what require_agreement compares of a state."""
     if state is None:
-        return None
+        return {"state": None}
     named = {"algorithm": state.algorithm, "ranks_per_node": state.ranks_per_node}
-    return named | state.compared_options()
+    return {"state": named | state.compared_options()}
 
 
 def require_agreement(
-    whose: str,
-    groups: list[ParamGroup],
-    replicate_group: dist.ProcessGroup | None,
-    options: dict[str, Any] | None,
+    whose: str, groups: list[ParamGroup], replicate_group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> None:
     """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and options.
 
@@ -111,7 +109,7 @@ def require_agreement(
     """
     device, advice = groups[0].device, "Give every rank the same model, mesh and options"
     values: dict[str, Any] = {
-        "options": options,
+        **options,
         "number of replicas": replicate_group.size() if replicate_group else 1,
         "FSDP modules": [group.name for group in groups],
         "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],

@@ -120,12 +120,9 @@ class ParamGroup:
         return {chosen if chosen and each.is_floating_point else each for each in own}
 
     @property
-    def unsupported(self) -> str | None:
-        """What of the parameters' mesh gradcomp can't compress; None for a mesh of shards, or of replicas, too."""
-        if any(each.is_dtensor for each in self._group.fsdp_params):
-            return "has parameters that are DTensors already, as with tensor parallelism"
-        mesh = self._group.mesh_info.mesh
-        return f"is sharded over a mesh of {mesh.ndim} dimensions" if mesh.ndim > 2 else None
+    def has_dtensors(self) -> bool:
+        """True if a parameter was a DTensor before it was sharded."""
+        return any(each.is_dtensor for each in self._group.fsdp_params)
 
     def install(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Install an all-reduce hook. From now on `reduced` returns the placeholders of its gradients."""
@@ -137,6 +134,10 @@ class ParamGroup:
         self._note_gradients()
         self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_custom_reduce_scatter(function)
+
+    def install_all_gather(self, function: Any) -> None:
+        """Install an AllGather."""
+        self.module.set_custom_all_gather(function)
 
     def _note_gradients(self) -> None:
         post_backward = self._group.post_backward

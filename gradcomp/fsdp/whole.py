@@ -6,7 +6,6 @@ from torch import nn
 
 from gradcomp.comm.announcement import say
 from gradcomp.compress import CompressorState
-from gradcomp.layout.blocks import BlockLayout
 from gradcomp.rules import WEIGHT_BITS
 
 from .all_gather import CompressedAllGather, install_all_gather
@@ -34,7 +33,7 @@ def compress_fsdp(
         weights', too.
     weight_bits: 8 or 16; see compress_all_gather.
     replica_state: for a 1-D shard mesh, the state whose process group averages between replicas; see
-        compress_replicas. None: there are none, or they are of a 2-D mesh, whose averages torch takes exactly.
+        compress_replicas. None: there are none, or they are of a 2-D mesh, and torch averages exactly.
     ignored: modules and parameters whose weights are gathered exactly.
 
     Call it on every rank, before training. Raises the errors of these functions.
@@ -53,25 +52,25 @@ def compress_fsdp(
             )
         compress_replicas(model, replica_state.process_group, replica_state)
     compress_reduce_scatter(model, state)
-    gathers = install_all_gather(
-        model, weight_bits, state.options.block_size, ignored, state.ranks_per_node
-    )
+    gathers = install_all_gather(model, weight_bits, state.options.block_size, ignored, state.ranks_per_node)
     for gather in gathers:
         say(f"{_WHOSE}: {_described(gather, weight_bits, state, replica_state)}", state.process_group)
 
 
 def _described(
-    gather: CompressedAllGather, weight_bits: int, state: CompressorState, replica_state: CompressorState | None
+    gather: CompressedAllGather,
+    weight_bits: int,
+    state: CompressorState,
+    replica_state: CompressorState | None,
 ) -> str:
     """Return a parameter group's line."""
     group, bits = gather.param_group, state.options.bits
     shapes = [each.shape for each in group.placeholders]
     numel = sum(each.numel() for each in group.placeholders)
-    weights, gradients = 0, numel
-    if all(map(gather.compresses, group.gathered_dtypes)) and len(group.gathered_dtypes) == 1:
-        weights = _num_quantized(gather.layout)
-    if bits < 16:
-        gradients = _num_quantized(state.options.layout(shapes, 1))
+    layout, weights = gather.gather.layout, 0
+    if gather.compresses(group.gathered_dtypes):
+        weights = layout.quantized_numel // layout.world_size
+    gradients = numel if bits == 16 else state.options.layout(shapes, 1).quantized_numel
     replicas = "no replicas" if group.replicate_group is None else "torch averages replicas"
     if replica_state is not None:
         replicas = f"{replica_state.algorithm} averages replicas"
@@ -79,8 +78,3 @@ def _described(
         f"{group.name}: of {numel:,} elements of a shard, weights: {weights:,} in {weight_bits} bits; "
         f"gradients: {gradients:,} in {bits} bits; {replicas}"
     )
-
-
-def _num_quantized(layout: BlockLayout) -> int:
-    """Return how many elements of a shard aren't sent exactly."""
-    return sum(part.stored.stop - part.stored.start for part in layout.quantized) // layout.world_size

@@ -78,6 +78,11 @@ class BlockLayout:
         """The number of elements in a shard's blocks."""
         return self.num_blocks * self.block_size
 
+    @property
+    def quantized_numel(self) -> int:
+        """The number of elements that are quantized, in all shards, without padding."""
+        return sum(part.stored.stop - part.stored.start for part in self.quantized)
+
     def shard(self, rank: int) -> slice:
         """Return the slice of the padded blocks that a rank owns."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
