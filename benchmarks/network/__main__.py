@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import sharding
 from benchmarks.accuracy.local_steps import LocalOptions
 from benchmarks.environment import describe
 from benchmarks.network import auto, report
@@ -47,11 +48,10 @@ LOCAL_NAME = "local:"  # begins their names in --only
 LOCAL = ("20", "20:int4", "20:int4:delay=5")
 # With several ranks per host, quantized averages go hierarchically; these don't.
 FLAT = ("int8:flat", "int4:flat", "powersgd:4:flat", "powersgd:8:int8:flat")
-# FSDP2 shards over all ranks, and its reduce-scatter is compressed: (made by, hook).
-SHARDED = (
-    *(("gradcomp", hook) for hook in ("none", "bf16", "int8", "int4")),
-    ("torch", "bf16"),  # as reduce_dtype
-)
+# FSDP2 shards over all ranks: (weights, gradients), see benchmarks/sharding.py.
+SHARDED_NAME = "fsdp2:"  # begins their names in --only
+SHARDED = ("fp32:fp32", "bf16:fp32", "bf16:bf16", "fp32:int4", "int8:16bit", "int8:int8", "int8:int4")
+WRAPPERS = {LOCAL_NAME: "local steps", SHARDED_NAME: "fsdp2"}
 # Trained to a validation loss on torch's DDP: (made by, hook).
 TO_LOSS = (
     *(
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     text = (
         "exactly these hooks of gradcomp's, on torch's wrapper, comma-separated: also auto (timed after its "
         "choice), allreduce, powersgd:8:bf16 and all other names in docs/accuracy.md; local:20:int4 is by "
-        "local steps"
+        "local steps, fsdp2:int8:int4 FSDP2 with weights in int8 and gradients in int4"
     )
     parser.add_argument("--only", metavar="HOOKS", help=text)
     text = "passes over all hooks; tables have medians and ranges over them (default %(default)s)"
@@ -149,13 +149,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             known = ", ".join((*MODELS, *OTHER_MODELS))
             parser.error(f"--models: there is no {model!r}; known are {known}")
     for prefix in options.hooks.split(","):
-        if not any(hook.startswith(prefix) for hook in (*OURS, *TORCHS, *LOCAL)):
+        if not any(hook.startswith(prefix) for hook in (*OURS, *TORCHS, *LOCAL, *SHARDED)):
             parser.error(f"--hooks: no hook's name starts with {prefix!r}; known are {', '.join(OURS)}")
     options.only = options.only.split(",") if options.only else []
     for hook in options.only:
         try:
-            if hook.startswith(LOCAL_NAME):
-                LocalOptions.named(placed(hook)[0])
+            name, wrapper = placed(hook)
+            if wrapper == "local steps":
+                LocalOptions.named(name)
+            elif wrapper == "fsdp2":
+                sharding.parse(name)
             elif hook not in ("noop", "auto"):
                 NamedHook.named(hook.removesuffix(report.FLAT))
         except ValueError as error:
@@ -196,8 +199,10 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
 
 def placed(hook: str) -> tuple[str, str]:
     """Return the name of a hook of --only, and the wrapper on which it is timed."""
-    name = hook.removeprefix(LOCAL_NAME)
-    return name, "torch" if name == hook else "local steps"
+    for prefix, wrapper in WRAPPERS.items():
+        if hook.startswith(prefix):
+            return hook.removeprefix(prefix), wrapper
+    return hook, "torch"
 
 
 def is_wanted(options: argparse.Namespace, made_by: str, hook: str, wrapper: str) -> bool:
@@ -219,7 +224,7 @@ def timed_hooks(
         hooks += [("torch", hook, "torch") for hook in TORCHS]
         hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
         hooks += [("gradcomp", hook, "local steps") for hook in LOCAL]
-        hooks += [(made_by, hook, "fsdp2") for made_by, hook in SHARDED]
+        hooks += [("gradcomp", hook, "fsdp2") for hook in SHARDED]
     return (names for names in hooks if is_wanted(options, *names))
 
 

@@ -20,27 +20,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
     quantization_hooks,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
+from benchmarks import sharding
 from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.demo.measure import WireMeter, check_replicas
 from benchmarks.network import auto
 from benchmarks.network.report import FLAT
 from benchmarks.network.workloads import WORKLOADS, Workload
 from gradcomp.comm.nodes import AUTO as TORCHRUNS
-from gradcomp.fsdp import compress_reduce_scatter
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.named_hooks import NamedHook
-from gradcomp.hooks.quantization_hooks import QuantizationState
 
 TIMEOUT = timedelta(seconds=60)
 WARM_UP_STEPS = 5  # torch's DDP rearranges its buckets after the first; compression starts after the third
@@ -87,22 +84,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
 }
 
 
-FSDP2 = "fsdp2"
-BITS = {"bf16": 16, "int8": 8, "int4": 4}
-
-
-def shard(net: nn.Module, whose: str, hook: str) -> nn.Module:
-    """Shard a net over all ranks, and compress its reduce-scatter: in codes, or with torch's reduce_dtype."""
-    reduce_dtype = torch.bfloat16 if (whose, hook) == ("torch", "bf16") else None
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    layers = net if isinstance(net, nn.Sequential) else net.get_submodule("blocks")
-    for layer in layers.children():
-        if any(True for _ in layer.parameters()):
-            fully_shard(layer, mp_policy=policy)
-    fully_shard(net, mp_policy=policy)
-    if whose == "gradcomp" and hook != "none":
-        compress_reduce_scatter(net, QuantizationState(bits=BITS[hook]))
-    return net
+FSDP2 = "fsdp2"  # a hook's name is then one of benchmarks/sharding.py
 
 
 class Trainer:
@@ -117,7 +99,7 @@ class Trainer:
         if job["wrapper"] == LOCAL:
             self.local = LocalTraining(self.workload.net, LocalOptions.named(job["hook"]))
         elif job["wrapper"] == FSDP2:
-            self.model = shard(self.workload.net, job["hooks"], job["hook"])
+            self.model = sharding.shard(self.workload.net, job["hook"])
             self.workload.make_optimizer()
         else:
             cap_mb = self.workload.bucket_cap_mb
