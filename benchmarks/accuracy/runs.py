@@ -100,6 +100,8 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
     def validate() -> Tensor:
         loss, accuracy = loss_and_accuracy(task.net, task.validation)
         accuracies.append(mean_over_ranks(accuracy).item())
+        if kind == SHARDED:
+            task.net.reshard()  # as at the end of backward, so that every step gathers it
         return loss
 
     def after_step() -> None:

@@ -215,8 +215,10 @@ def timed_hooks(
     options: argparse.Namespace, hosts: int, ranks_per_host: int
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (made by, hook, wrapper) of the steps to time."""
-    hooks = [("gradcomp", *placed(hook)) for hook in options.only or OURS]
-    if ranks_per_host > 1 and not options.only:
+    if options.only:
+        return (("gradcomp", *placed(hook)) for hook in options.only)
+    hooks = [("gradcomp", hook, "torch") for hook in OURS]
+    if ranks_per_host > 1:
         hooks += [("gradcomp", hook, "torch") for hook in FLAT]
     if ranks_per_host > 1 and not options.delay_ms:
         hooks += [("torch", hook, "torch") for hook in ("fp16", "powersgd:4")]

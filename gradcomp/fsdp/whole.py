@@ -75,6 +75,6 @@ def _described(
     if replica_state is not None:
         replicas = f"{replica_state.algorithm} averages replicas"
     return (
-        f"{group.name}: of {numel:,} elements of a shard, weights: {weights:,} in {weight_bits} bits; "
-        f"gradients: {gradients:,} in {bits} bits; {replicas}"
+        f"{group.name}: weights in {weight_bits} bits: {weights:,} of {numel:,} elements of a shard; "
+        f"gradients in {bits} bits: {gradients:,}; {replicas}"
     )

@@ -60,6 +60,21 @@ def test_local_steps(tmp_path):
     assert [row["bytes_per_step"] for row in local] == [row["sent_bytes"] // 20 for row in local]
 
 
+def test_sharded_models(tmp_path):
+    names = ("fp32:fp32", "bf16:fp32", "int8:16bit", "int8:int4")
+    hooks = ("none", *(f"fsdp2:{name}" for name in names))
+    options = ["--task=gpt", f"--hook={','.join(hooks)}", "--steps=20", "--seeds=1", "--ranks=2"]
+    run_accuracy(*TINY_OPTIONS, *options, "--out", str(tmp_path))
+    none, exact, bf16, int8, int4 = read(tmp_path / "accuracy.jsonl")
+    assert exact["validation_loss"] == pytest.approx(none["validation_loss"], abs=1e-4)
+    # Weights are gathered in forward, those of blocks in backward, too, and gradients are scattered.
+    whole = none["bytes_per_step"]
+    assert whole < exact["bytes_per_step"] < 1.5 * whole
+    assert bf16["bytes_per_step"] == exact["bytes_per_step"] - (exact["bytes_per_step"] - whole / 2) // 2
+    assert int4["bytes_per_step"] < int8["bytes_per_step"] < bf16["bytes_per_step"]
+    assert len({row["validation_loss"] for row in (exact, bf16, int8, int4)}) == 4
+
+
 def test_every_sort_of_hook(tmp_path):
     hooks = ("none", "alone", "int8", "int4", "int4:64", "powersgd:1:bf16", "powersgd:1:int8:start4")
     options = ["--task=gpt", f"--hook={','.join(hooks)}", "--steps=20", "--seeds=1", "--ranks=2"]
@@ -231,6 +246,20 @@ LOCAL_STEPS = {
     "10, int4, DiLoCo's outer optimizer": "local:10:int4:outer=0.7/0.9:lr=0.001",
     "every step, PowerSGD r = 2, int8 factors": "powersgd:2:int8:lr=0.005",
 }
+
+
+def test_the_costs_of_sharded_models_are_of_the_recorded_runs():
+    page = (ROOT / "docs" / "fsdp.md").read_text()
+    rows = read(ROOT / "benchmarks" / "results" / "accuracy_fsdp.jsonl")
+    small, large = (
+        comparison.summaries([row for row in rows if row["options"]["width"] == width])["gpt"]
+        for width in (64, 128)
+    )
+    losses = {each.hook: comparison.mean_and_spread(each.differences, 3, "+") for each in small[1:]}
+    of_large = {each.hook: f"{each.differences[0]:+.3f}" for each in large[1:]}
+    for hook, loss in losses.items():
+        weights, gradients = hook.removeprefix("fsdp2:").split(":")
+        assert f"| {weights}, {gradients} | {loss} | {of_large.get(hook, '')} |" in page
 
 
 def compared_with_none(**expected: int) -> dict:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -270,6 +271,7 @@ def test_missing_rights_are_named(monkeypatch, tmp_path, capsys):
         (["--hooks", "nope"], "--hooks: no hook's name starts with 'nope'"),
         (["--only", "none,powersgd"], "--only: there is no hook 'powersgd'"),
         (["--only", "alone"], "--only: there is no hook 'alone'"),
+        (["--only", "fsdp2:int8:int2"], "--only: 'int2' is none of fp32, bf16, 16bit, int8, int4"),
         (["--delay-ms", "5,-1"], "'5,-1' is not from 0 up to 1000 ms"),
         (["--delay-ms", "long"], "argument --delay-ms: invalid delays value: 'long'"),
         (["--runs", "0"], "'0' is not a whole number of at least 1"),
@@ -299,6 +301,30 @@ def test_passes_over_exactly_the_hooks_that_are_named():
         ((200, None), "link", None, None, None),
         *(((200, None), "steps", hook, "torch", run) for hook, run in hooks),
     ]
+
+
+def test_names_of_other_wrappers():
+    found = chosen("--only", "int8,local:20:int8,fsdp2:int8:int4")
+    assert [(hook, wrapper) for _, kind, hook, wrapper, _ in found if kind == "steps"] == [
+        ("int8", "torch"),
+        ("20:int8", "local steps"),
+        ("int8:int4", "fsdp2"),
+    ]
+
+
+def test_the_page_of_fsdp2_has_the_recorded_times():
+    page = (ROOT / "docs" / "fsdp.md").read_text()
+    rows = report.of(read(ROOT / "benchmarks" / "results" / "network_fsdp.jsonl"), job="steps")
+    for name in dict.fromkeys(row["hook"] for row in rows):
+        cells = []
+        for count in (1, 2):
+            of_name = report.of(rows, hook=name, ranks_per_host=count)
+            sent = statistics.median(row["sent_bytes_per_step"] for row in of_name)
+            cells.append(f"{sent / 1e6:.1f} MB")
+            for link in report.in_order((row["mbit_per_s"], row["delay_ms"]) for row in of_name):
+                times = [row["step_ms"] for row in report.of(of_name, mbit_per_s=link[0], delay_ms=link[1])]
+                cells.append(f"{statistics.median(times):,.0f}")
+        assert f"| {name.replace(':', ', ')} | {' | '.join(cells)} |" in page
 
 
 def test_links_with_delays_are_for_our_hooks_on_torchs_wrapper():
