@@ -143,7 +143,7 @@ def install_all_gather(
 
 def _names_of(model: nn.Module, ignored: Iterable[Any]) -> set[str]:
     """Return the names of parameters. Raises TypeError, or ValueError for parameters of another model."""
-    if isinstance(ignored, nn.Module | torch.Tensor | str):
+    if isinstance(ignored, nn.Module | torch.Tensor | str) or not isinstance(ignored, Iterable):
         raise TypeError(
             f"{_WHOSE} takes a list of modules and parameters as ignored, got {described(ignored)}"
         )
