@@ -164,6 +164,6 @@ class _GatherWork(dist.Work):
         self._plan.dequantize(self._out)
         if has_streams(self._out.device):
             self._payload.record_stream(torch.cuda.current_stream(self._out.device))
-        self._plan.payload = self._payload[:0]
+        self._plan.payload = self._payload.new_empty(0)
         del self._payload
         return True

@@ -120,7 +120,7 @@ def install_all_gather(
     require_methods(_WHOSE, "set_custom_all_gather")
     require_default(_WHOSE, groups, "all_gather")
     exact = sorted(_names_of(model, ignored))
-    options = {"bits": bits, "block_size": block_size, "ignored": exact}
+    options = {"bits": bits, "block_size": block_size, "ranks_per_node": per_node, "ignored": exact}
     require_agreement(_WHOSE, groups, groups[0].replicate_group, options)
     nodes: dict[dist.ProcessGroup, int] = {}
     gathers: dict[Any, ShardGather] = {}  # groups of equal shapes share one
@@ -143,7 +143,7 @@ def install_all_gather(
 
 def _names_of(model: nn.Module, ignored: Iterable[Any]) -> set[str]:
     """Return the names of parameters. Raises TypeError, or ValueError for parameters of another model."""
-    if isinstance(ignored, nn.Module | torch.Tensor | str):
+    if isinstance(ignored, nn.Module | torch.Tensor | str) or not isinstance(ignored, Iterable):
         raise TypeError(
             f"{_WHOSE} takes a list of modules and parameters as ignored, got {described(ignored)}"
         )

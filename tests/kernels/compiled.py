@@ -187,6 +187,16 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         plan.quantize(torch.zeros(layout.numel, dtype=dtype), 0)
         plan.average(0)
         yield f"{TYPE_NAMES[dtype]} bits={bits} hierarchical"
+    # Weights of two shards.
+    for dtype in (FP32, BF16, FP16):
+        layout = BlockLayout([(128, 4), (3,)] * 2, 128, 2)
+        plan = QuantizedPlan(
+            layout, dtype, torch.device("cpu"), bits=8, error_feedback=False, only_gathers=True,
+        )  # fmt: skip
+        plan.payload = torch.zeros(2, plan.payload_bytes, dtype=torch.uint8)
+        plan.quantize(torch.zeros(layout.numel // 2, dtype=dtype), 0)
+        plan.dequantize(torch.zeros(layout.numel, dtype=dtype))
+        yield f"{TYPE_NAMES[dtype]} bits=8 gathers"
 
 
 def variants(powersgd: Iterable[tuple[torch.dtype, int, bool]] = POWERSGD) -> list[Variant]:

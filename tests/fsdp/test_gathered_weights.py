@@ -1,0 +1,231 @@
+"""Test the weights that compress_all_gather gives every rank, the bytes that it sends, and its payloads."""
+
+from collections import Counter
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gradcomp.compress.all_gather import _GatherWork
+from gradcomp.fsdp import compress_all_gather
+from tests.depth import mixed
+from tests.fsdp.gathered import group_of, round_all_gathers, rounded
+from tests.fsdp.models import RANKS, Net, Sum, given_gradients, sharded, weights
+from tests.fsdp.scenarios import step
+from tests.fsdp.test_all_gather import FORMS, mesh_of
+from tests.reducer.models import run_cases
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def weights_in_use(rank, form, bits, dtype, reshard_after_forward, checkpointing):
+    """Return by step and layer: the weights of each forward and backward, and the exact ones."""
+    mesh, options = mesh_of(form)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+    torch.manual_seed(0)
+    model = sharded(mesh, Net(checkpointing), mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    compress_all_gather(model, bits, 16, **options)
+    found = {}
+
+    def note(where, name, layer, *unused):
+        found[number, name][where].append(layer.weight.detach().clone())
+
+    for name, layer in model.named_modules():
+        # A module that FSDP2 shards by itself has its weights only within FSDP2's hooks.
+        if isinstance(layer, nn.Linear) and not isinstance(layer, FSDPModule):
+            layer.register_forward_pre_hook(partial(note, "forward", name))
+            layer.register_full_backward_pre_hook(partial(note, "backward", name))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(2):
+        for name, parameter in model.named_parameters():
+            exact = parameter.detach().full_tensor().to(policy.param_dtype)
+            found[number, name.removesuffix(".weight")] = {"forward": [], "backward": [], "exact": exact}
+        step(model, rank, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: used for key, used in found.items() if used["forward"]}
+
+
+def test_forward_and_backward_have_the_same_weights_on_all_ranks(run_ranks):
+    cases = mixed(FORMS[RANKS], (8, 16), list(DTYPES), (True, False, 2), (None, "non-reentrant"))
+    ranks = run_ranks(run_cases, RANKS, weights_in_use, cases, timeout_s=240)
+    for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
+        _, bits, dtype, _, checkpointing = case
+        assert len(results[0]) == 2 * 7
+        for (number, name), used in results[0].items():
+            num_forwards = 2 if checkpointing and name.startswith("layers") else 1
+            assert (len(used["forward"]), len(used["backward"])) == (num_forwards, 1), case
+            for found in results:
+                each = found[number, name]
+                for weight in [*each["forward"], *each["backward"]]:
+                    assert torch.equal(weight, used["forward"][0]), (case, number, name)
+            is_exact = bits == 16 and dtype != "fp32"
+            assert torch.equal(used["forward"][0], used["exact"]) == is_exact, (case, number, name)
+
+
+def train_on_given_gradients(rank, form):
+    """Train with gradients that don't depend on the weights.
+
+    Returns whether the shards are equal with and without compression, and whether gathered weights are.
+    """
+    mesh, options = mesh_of(form)
+    models = [sharded(mesh, Sum()) for _ in range(2)]
+    compress_all_gather(models[0], 8, 16, **options)
+    for model in models:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for number in range(3):
+            optimizer.zero_grad()
+            model(given_gradients(rank, number)).backward()
+            optimizer.step()
+    shards, gathered = list(zip(*map(weights, models), strict=True)), []
+    for model in models:
+        model.unshard()
+        gathered.append(model.own.terms[0].detach())
+    return all(torch.equal(*each) for each in shards), torch.equal(*gathered)
+
+
+def test_the_optimizers_shards_stay_exact(run_ranks):
+    cases = [(form,) for form in FORMS[RANKS]]
+    for results in run_ranks(run_cases, RANKS, train_on_given_gradients, cases):
+        assert results == [(True, False)] * len(cases)
+
+
+def payloads_alive(rank, form, bits):
+    """Return the number of payloads in memory at times, the most in a step, and of all gathers."""
+    mesh, options = mesh_of(form)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(33, 33)) for _ in range(4)))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    model = fully_shard(layers, mesh=mesh)
+    compress_all_gather(model, bits, 16, **options)
+    payloads, alive, at_most = [], [], 0
+    start = _GatherWork.__init__
+
+    def num_alive():
+        return sum(not each.expired() for each in payloads)
+
+    def starting(work, *arguments):
+        nonlocal at_most
+        start(work, *arguments)
+        payloads.append(StorageWeakRef(work._payload.untyped_storage()))
+        at_most = max(at_most, num_alive())
+
+    with mock.patch.object(_GatherWork, "__init__", starting):
+        handles = [layer.unshard(async_op=True) for layer in model[:3]]
+        for handle in handles:
+            alive.append(num_alive())
+            handle.wait()
+        alive.append(num_alive())
+        for layer in model:
+            layer.reshard()
+        at_most = 0
+        model(torch.ones(2, 33)).sum().backward()
+        alive.append(num_alive())
+    return alive, at_most, len(payloads)
+
+
+def test_a_payload_lives_as_long_as_its_gather(run_ranks):
+    cases = [("shards", 8), ("hierarchical", 16)]
+    for results in run_ranks(run_cases, RANKS, payloads_alive, cases):
+        assert results == [([3, 2, 1, 0, 0], 1, 3 + 4 + 4)] * 2
+
+
+def works(rank):
+    """Call an all-gather as FSDP2 does; return whether it returns Works, and whether outputs are equal."""
+    model = fully_shard(nn.Linear(33, 33), mesh=init_device_mesh("cpu", (2,)))
+    compress_all_gather(model, block_size=16)
+    gather, group = group_of(model)._all_gather_comm, dist.group.WORLD
+    outputs, are_works = [], []
+    for async_op in (False, True):
+        output = gather.allocate((2 * 17 * 34,), dtype=torch.float32, device=torch.device("cpu"))
+        shard = output.chunk(2)[rank]
+        shard.copy_(torch.linspace(-1, 1, len(shard)))
+        work = gather(output_tensor=output, input_tensor=shard, group=group, async_op=async_op)
+        are_works.append(isinstance(work, dist.Work))
+        if work is not None:
+            assert [work.wait(), work.wait()] == [True, True]
+        outputs.append(output)
+    return are_works, torch.equal(*outputs)
+
+
+def test_a_work_is_returned_only_if_asked_for(run_ranks):
+    assert run_ranks(works, 2) == [([False, True], True)] * 2
+
+
+WIDTH = 256
+
+
+def bytes_sent(rank, form, bits):
+    """Gather a layer; return the bytes that this rank sends (to other nodes, within its node)."""
+    mesh, options = mesh_of(form)
+    model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
+    compress_all_gather(model, bits, **options)
+    sent, isend = Counter(), dist.isend
+
+    def counting(tensor, *, group, group_dst, **rest):
+        receiver = dist.get_global_rank(group, group_dst)
+        sent[receiver // 2 == rank // 2] += tensor.nbytes
+        return isend(tensor, group=group, group_dst=group_dst, **rest)
+
+    with mock.patch.object(dist, "isend", counting):
+        model.unshard()
+    return sent[False], sent[True]
+
+
+def test_codes_cross_each_network_card_once(run_ranks):
+    """Of fp32, 8 bits and scales are 3.9 times fewer bytes; the bias is exact."""
+    cases = [(form, bits) for form in ("shards", "hierarchical") for bits in (8, 16)]
+    for results in run_ranks(run_cases, RANKS, bytes_sent, cases):
+        numel = WIDTH * WIDTH // RANKS
+        rows = {8: numel + numel // 128 * 2 + WIDTH // RANKS * 4, 16: 2 * numel + WIDTH // RANKS * 4}
+        for (form, bits), (outside, inside) in zip(cases, results, strict=True):
+            assert outside == rows[bits] * (2 if form == "shards" else 1), (form, bits)
+            assert inside == rows[bits] * (1 if form == "shards" else 2), (form, bits)
+
+
+def on_kernels(rank, form, bits):
+    """Gather a module's weights on the kernels and by the reference; return whether they are equal."""
+    mesh, options = mesh_of(form)
+    gathered = []
+    for is_ours in (True, False):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(33, 9), nn.Linear(9, 33)), mesh=mesh)
+        if is_ours:
+            compress_all_gather(model, bits, 16, **options)
+        else:
+            (reference,) = round_all_gathers(model, bits, 16)
+        model.unshard()
+        gathered.append([each.detach() for each in model.parameters()])
+    return all(torch.equal(*each) for each in zip(*gathered, strict=True)), reference.num_rounded
+
+
+def test_kernels_give_the_references_weights(run_ranks):
+    cases = [("hierarchical", 8), ("shards", 16)]
+    for results in run_ranks(run_cases, RANKS, on_kernels, cases, interpret=True):
+        assert results == [(True, 1)] * len(cases)
+
+
+def on_meta(rank):
+    """Compress a model on the meta device, then give it values; return the gathered weights."""
+    with torch.device("meta"):
+        model = fully_shard(nn.Linear(33, 33), mesh=init_device_mesh("cpu", (2,)))
+    compress_all_gather(model, block_size=16)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+    model.unshard()
+    return model.weight.detach(), model.bias.detach()
+
+
+def test_a_model_on_the_meta_device(run_ranks):
+    expected = rounded(torch.full((33,), 0.1), 8, 16)[0]
+    for weight, bias in run_ranks(on_meta, 2):
+        assert weight.eq(expected).all()
+        assert bias.eq(0.1).all()
+        assert expected != bias[0]

@@ -1,0 +1,158 @@
+"""Compare the all-gather of shards in codes with plain torch and with rounding in a few lines."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from gradcomp import ops
+from gradcomp.compress.all_gather import ShardGather
+from gradcomp.cpu.quantize import QuantizedPlan
+from tests.depth import mixed
+from tests.fsdp.gathered import rounded
+from tests.kernels.copies import FLOATS
+
+# Matrices at offsets that aren't multiples of 16 bytes, vectors, and an empty tensor. Some are one element
+# shorter, or longer, than a block of 16.
+MIXED = [(3,), (7, 13), (3, 5), (4, 4), (1, 17), (0, 4), (40, 9), (33,)]
+IGNORED = 3
+# Of the whole group and of its nodes.
+SIZES = [(1, 1), (3, 1), (4, 2), (6, 3)]
+LARGE = [(17, 128), (5,), (19, 131)]  # with blocks of 128: more than a tile
+
+
+def gather_of(bits, sizes, block_size=16, shapes=MIXED):
+    return ShardGather(shapes, {IGNORED} if shapes is MIXED else (), *sizes, bits, block_size)
+
+
+def rows_of(gather):
+    """Return the rank that has each row of the payload."""
+    world_size, per_node = gather.layout.world_size, gather.ranks_per_node
+    return [rank for place in range(per_node) for rank in range(place, world_size, per_node)]
+
+
+def shards_of(gather, dtype, device, lead=0):
+    """Return each rank's shard. lead: how far it lies from its memory's start, in elements."""
+    world_size, generator = gather.layout.world_size, torch.Generator().manual_seed(0)
+    values = torch.randn(world_size, gather.layout.numel // world_size, generator=generator)
+    values[0, 20:50] = 0.0
+    placed = torch.zeros(world_size, lead + values.shape[1], dtype=dtype, device=device)
+    placed[:, lead:] = values.to(dtype)
+    return [row[lead:] for row in placed]
+
+
+def exchange(plan, gather, shards):
+    """Return the payload that all ranks get, and what they decode. Both are poisoned before."""
+    payload = torch.full((len(shards), plan.payload_bytes), 0x7F, dtype=torch.uint8, device=shards[0].device)
+    for row, rank in enumerate(rows_of(gather)):
+        others = payload[row + 1 :].clone()
+        plan.payload = payload
+        plan.quantize(shards[rank], row)
+        assert torch.equal(payload[row + 1 :], others)
+    decoded = shards[0].new_full((gather.layout.numel,), math.nan)
+    plan.payload = payload
+    plan.dequantize(decoded)
+    return payload, decoded
+
+
+def plain_plan(gather, bits, dtype, monkeypatch):
+    if bits < 16:
+        return QuantizedPlan(gather.layout, dtype, bits=bits, error_feedback=False, only_gathers=True)
+    monkeypatch.setattr(ops, "runs_triton", lambda device: False)
+    return gather_of(bits, (gather.layout.world_size, gather.ranks_per_node))._plan(
+        dtype, torch.device("cpu")
+    )
+
+
+def check(gather, bits, dtype, device, monkeypatch, lead=0):
+    layout, shards = gather.layout, shards_of(gather, dtype, device, lead)
+    payload, decoded = exchange(gather._plan(dtype, device), gather, shards)
+    sections, num_bytes = layout.sections(bits, dtype.itemsize)
+    assert payload.shape == (layout.world_size, num_bytes)
+    kinds = torch.uint8, torch.bfloat16, dtype  # scales of zeros are 0.0 or -0.0
+    on_cpu = [shard.cpu() for shard in shards]
+    theirs, expected = exchange(plain_plan(gather, bits, dtype, monkeypatch), gather, on_cpu)
+    for section, kind in zip(sections, kinds, strict=True):
+        sent, expected_bytes = (each[:, section].contiguous().view(kind) for each in (payload.cpu(), theirs))
+        assert torch.equal(sent, expected_bytes)
+    assert torch.equal(decoded.cpu(), expected)
+    whole = torch.cat(on_cpu)
+    for part in layout.exact:
+        assert torch.equal(expected[part.in_bucket], whole[part.in_bucket])
+    if bits > 4:
+        for part in layout.quantized:
+            values = rounded(whole[part.in_bucket], bits, layout.block_size)
+            assert torch.equal(expected[part.in_bucket], values)
+
+
+@pytest.mark.smallest
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_gathers_in_every_dtype(dtype, device, monkeypatch):
+    check(gather_of(8, (4, 2)), 8, dtype, device, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("bits", "sizes", "block_size", "lead"), mixed([4, 8], SIZES, [2, 6, 16], [0, 3]), ids=str
+)
+def test_gathers_in_every_number_of_ranks_and_nodes(bits, sizes, block_size, lead, device, monkeypatch):
+    check(gather_of(bits, sizes, block_size), bits, torch.float32, device, monkeypatch, lead)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (8, torch.bfloat16)], ids=str)
+def test_gathers_of_large_shards(bits, dtype, device, monkeypatch):
+    check(gather_of(bits, (2, 1), 128, LARGE), bits, dtype, device, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "lead"), mixed([torch.float64, torch.float32], SIZES, [0, 3]), ids=str
+)
+def test_gathers_in_16_bits(dtype, sizes, lead, device, monkeypatch):
+    check(gather_of(16, sizes), 16, dtype, device, monkeypatch, lead)
+
+
+@pytest.mark.parametrize("shapes", [[(4, 4)], [(1, 17)], [(2, 8), (8, 2)], [(5,), (16, 1)]], ids=str)
+def test_gathers_of_few_blocks(shapes, device, monkeypatch):
+    for sizes in ((3, 1), (4, 2)):
+        check(gather_of(8, sizes, 16, shapes), 8, torch.float32, device, monkeypatch)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_that_are_not_finite_are_nan(bits, device):
+    gather = gather_of(bits, (3, 1), 16, [(4, 16)])
+    shards = shards_of(gather, torch.float32, device)
+    _, expected = exchange(gather._plan(torch.float32, device), gather, shards)
+    shards[1][17], shards[2][0] = math.inf, math.nan
+    _, decoded = exchange(gather._plan(torch.float32, device), gather, shards)
+    is_bad = torch.zeros(12, dtype=torch.bool, device=device)
+    is_bad[[5, 8]] = True
+    assert decoded.view(12, 16)[is_bad].isnan().all()
+    assert torch.equal(decoded.view(12, 16)[~is_bad], expected.view(12, 16)[~is_bad])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_each_row_has_one_ranks_elements(sizes):
+    layout, numel = gather_of(8, sizes).layout, sum(map(math.prod, MIXED))
+    found = Counter()
+    for parts, per_row in ((layout.quantized, layout.shard_numel), (layout.exact, layout.exact_numel)):
+        for part in parts:
+            rank, row = part.in_bucket.start // numel, part.stored.start // per_row
+            assert rows_of(gather_of(8, sizes))[row] == rank
+            assert (part.stored.stop - 1) // per_row == row
+            found.update(range(part.in_bucket.start, part.in_bucket.stop))
+    assert found == Counter(range(sizes[0] * numel))
+    assert layout.quantized_numel == sizes[0] * (7 * 13 + 17 + 40 * 9)
+    assert [part.stop - part.start for part in layout.sections(16, 4)[0]][1] == 0  # no scales
+
+
+def test_what_is_compressed():
+    shorter = {dtype: [gather_of(bits, (2, 1)).compresses(dtype) for bits in (4, 8, 16)] for dtype in FLOATS}
+    assert shorter == {
+        torch.float64: [True, True, True],
+        torch.float32: [True, True, True],
+        torch.float16: [True, True, False],
+        torch.bfloat16: [True, True, False],
+    }
+    gather = gather_of(8, (2, 1))
+    assert not any(map(gather.compresses, (torch.int64, torch.uint8, torch.float8_e4m3fn, torch.complex64)))
+    assert not gather_of(8, (2, 1), 16, [(100,), (3, 5)]).compresses(torch.float32)
