@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gradcomp.comm.nodes import AUTO
 from gradcomp.fsdp import compress_reduce_scatter
-from gradcomp.fsdp.all_gather import install_all_gather
+from gradcomp.fsdp.all_gather import all_gathers
 from gradcomp.hooks.quantization_hooks import QuantizationState
 
 TORCHS = {"fp32": None, "bf16": torch.bfloat16}
@@ -44,7 +44,8 @@ def shard(net: nn.Module, name: str, start_iter: int = 0) -> nn.Module:
     if gradients in BITS:
         compress_reduce_scatter(net, QuantizationState(bits=BITS[gradients], start_iter=start_iter))
     if weights in BITS:
-        install_all_gather(net, BITS[weights], 128, (), AUTO)
+        for each in all_gathers(net, BITS[weights], 128, (), AUTO):
+            each.install()
     return net
 
 

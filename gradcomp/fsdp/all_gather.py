@@ -31,6 +31,10 @@ class CompressedAllGather:
     def __init__(self, param_group: ParamGroup, gather: ShardGather):
         self.param_group, self.gather, self._gather_exactly = param_group, gather, param_group.all_gather
 
+    def install(self) -> None:
+        """Gather through it from now on."""
+        self.param_group.install_all_gather(self)
+
     @torch.inference_mode(False)
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate an output, uninitialized."""
@@ -104,17 +108,18 @@ def compress_all_gather(
         fully_shard(model)
         compress_all_gather(model, ignored=[model.embed])
     """
-    install_all_gather(model, WEIGHT_BITS("bits", bits), block_size, ignored, ranks_per_node)
+    for each in all_gathers(model, WEIGHT_BITS("bits", bits), block_size, ignored, ranks_per_node):
+        each.install()
 
 
-def install_all_gather(
+def all_gathers(
     model: nn.Module,
     bits: int,
     block_size: int,
     ignored: Iterable[nn.Module | nn.Parameter],
     ranks_per_node: int | str,
 ) -> list[CompressedAllGather]:
-    """Do what compress_all_gather does, also with 4 bits. Returns each parameter group's all-gather."""
+    """Return each parameter group's all-gather, also with 4 bits. Raises compress_all_gather's errors."""
     block_size, per_node = BLOCK_SIZE("block_size", block_size), require_ranks_per_node(ranks_per_node)
     groups = checked_groups(_WHOSE, model)
     require_methods(_WHOSE, "set_custom_all_gather")
@@ -124,21 +129,20 @@ def install_all_gather(
     require_agreement(_WHOSE, groups, groups[0].replicate_group, options)
     nodes: dict[dist.ProcessGroup, int] = {}
     gathers: dict[Any, ShardGather] = {}  # groups of equal shapes share one
-    installed = []
+    found = []
     for group in groups:
         shards = group.shard_group
         assert shards is not None
         if shards not in nodes:
-            found = nodes_in(_WHOSE, per_node, shards, group.device)
-            nodes[shards] = found.ranks_per_node if found else 1
+            of_group = nodes_in(_WHOSE, per_node, shards, group.device)
+            nodes[shards] = of_group.ranks_per_node if of_group else 1
         shapes = tuple(tuple(each.shape) for each in group.placeholders)
         positions = tuple(index for index, name in enumerate(group.names(model)) if name in exact)
         key = shapes, positions, shards.size(), nodes[shards]
         if key not in gathers:
             gathers[key] = ShardGather(*key, bits, block_size)
-        installed.append(CompressedAllGather(group, gathers[key]))
-        group.install_all_gather(installed[-1])
-    return installed
+        found.append(CompressedAllGather(group, gathers[key]))
+    return found
 
 
 def _names_of(model: nn.Module, ignored: Iterable[Any]) -> set[str]:

@@ -98,18 +98,7 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
         fully_shard(model)
         compress_reduce_scatter(model, QuantizationState(bits=4))
     """
-    groups, shard_group = _checked_groups(model)
-    if not isinstance(state, CompressorState) or not state.can_reduce_scatter:
-        raise TypeError(
-            f"{_WHOSE} takes a QuantizationState, got {state!r}. PowerSGD and other compressors average a "
-            "whole bucket on every rank, in all-reduces: use them between replicas, with compress_replicas"
-        )
-    check_state(_WHOSE, state, shard_group, "the shards' group")
-    if state.recorder is not None:
-        raise ValueError(
-            f"{_WHOSE}: the state has a Recorder, but sums of shards are no averages to record: detach it"
-        )
-    require_methods(_WHOSE, "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
+    groups, shard_group = check_reduce_scatter(model, state)
     replicate_group = groups[0].replicate_group
     for each in (shard_group, replicate_group):
         if each is not None:
@@ -124,8 +113,11 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
     call_after_backward(model, sums.end_of_backward)
 
 
-def _checked_groups(model: Any) -> tuple[list[ParamGroup], dist.ProcessGroup]:
-    """Return (the model's parameter groups, their process group). Raises TypeError or ValueError."""
+def check_reduce_scatter(model: Any, state: CompressorState) -> tuple[list[ParamGroup], dist.ProcessGroup]:
+    """Return (the model's parameter groups, their process group).
+
+    Raises compress_reduce_scatter's errors, but those of unlike ranks.
+    """
     groups = checked_groups(_WHOSE, model)
     require_default(_WHOSE, groups, "reduce_scatter")
     shard_group = groups[0].reduce_scatter_group
@@ -138,4 +130,15 @@ def _checked_groups(model: Any) -> tuple[list[ParamGroup], dist.ProcessGroup]:
                 f"{groups[0].name} is sharded over ranks {first}, but {group.name} over ranks {other} or in "
                 f"another process group: {_WHOSE} takes a model that is sharded over one mesh"
             )
+    if not isinstance(state, CompressorState) or not state.can_reduce_scatter:
+        raise TypeError(
+            f"{_WHOSE} takes a QuantizationState, got {state!r}. PowerSGD and other compressors average a "
+            "whole bucket on every rank, in all-reduces: use them between replicas, with compress_replicas"
+        )
+    check_state(_WHOSE, state, shard_group, "the shards' group")
+    if state.recorder is not None:
+        raise ValueError(
+            f"{_WHOSE}: the state has a Recorder, but sums of shards are no averages to record: detach it"
+        )
+    require_methods(_WHOSE, "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
     return groups, shard_group

@@ -100,17 +100,7 @@ def compress_replicas(
         state = PowerSGDState(mesh["replicate"].get_group(), matrix_approximation_rank=8)
         compress_replicas(model, mesh["replicate"].get_group(), state)
     """
-    if replicate_group is None:
-        raise TypeError(f"{_WHOSE} takes the replicas' process group as its replicate_group, got None")
-    require_group(_WHOSE, replicate_group, "replicate_group")
-    groups = _checked_groups(model, replicate_group)
-    if state is not None:
-        if not isinstance(state, CompressorState):
-            raise TypeError(
-                f"{_WHOSE} takes a PowerSGDState, a QuantizationState, another CompressorState, or None as "
-                f"its state, got {state!r}"
-            )
-        check_state(_WHOSE, state, replicate_group, "replicate_group")
+    groups = check_replicas(model, replicate_group, state)
     require_same_group(_WHOSE, replicate_group)
     require_agreement(_WHOSE, groups, replicate_group, options_of(state))
     if state is not None:
@@ -127,8 +117,13 @@ def compress_replicas(
     call_after_backward(model, replicas.end_of_backward)
 
 
-def _checked_groups(model: Any, replicate_group: dist.ProcessGroup) -> list[ParamGroup]:
-    """Return the model's parameter groups. Raises TypeError or ValueError for a model that doesn't fit."""
+def check_replicas(
+    model: Any, replicate_group: dist.ProcessGroup, state: CompressorState | None
+) -> list[ParamGroup]:
+    """Return the model's parameter groups. Raises compress_replicas' errors, but those of unlike ranks."""
+    if replicate_group is None:
+        raise TypeError(f"{_WHOSE} takes the replicas' process group as its replicate_group, got None")
+    require_group(_WHOSE, replicate_group, "replicate_group")
     groups = checked_groups(_WHOSE, model)
     for group in groups:
         if group.has_hook:
@@ -150,6 +145,13 @@ def _checked_groups(model: Any, replicate_group: dist.ProcessGroup) -> list[Para
     unready = [name for name, each in model.named_parameters() if each.is_meta]
     if unready:
         raise ValueError(f"{_WHOSE} needs the parameters' values, but {unready[0]} is a meta tensor")
+    if state is not None:
+        if not isinstance(state, CompressorState):
+            raise TypeError(
+                f"{_WHOSE} takes a PowerSGDState, a QuantizationState, another CompressorState, or None as "
+                f"its state, got {state!r}"
+            )
+        check_state(_WHOSE, state, replicate_group, "replicate_group")
     return groups
 
 

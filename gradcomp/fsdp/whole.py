@@ -8,9 +8,9 @@ from gradcomp.comm.announcement import say
 from gradcomp.compress import CompressorState
 from gradcomp.rules import WEIGHT_BITS
 
-from .all_gather import CompressedAllGather, install_all_gather
-from .reduce_scatter import compress_reduce_scatter
-from .replicas import compress_replicas
+from .all_gather import CompressedAllGather, all_gathers
+from .reduce_scatter import check_reduce_scatter, compress_reduce_scatter
+from .replicas import check_replicas, compress_replicas
 
 _WHOSE = "compress_fsdp"
 
@@ -50,10 +50,16 @@ def compress_fsdp(
                 f"{_WHOSE} takes a state with the replicas' process group as its replica_state, such as "
                 f"QuantizationState(replicate_group), got {replica_state!r}"
             )
+        check_replicas(model, replica_state.process_group, replica_state)
+    check_reduce_scatter(model, state)
+    gathers = all_gathers(model, weight_bits, state.options.block_size, ignored, state.ranks_per_node)
+    # Nothing is refused below unless ranks differ: an error above leaves the model as it was.
+    if replica_state is not None:
+        assert replica_state.process_group is not None
         compress_replicas(model, replica_state.process_group, replica_state)
     compress_reduce_scatter(model, state)
-    gathers = install_all_gather(model, weight_bits, state.options.block_size, ignored, state.ranks_per_node)
     for gather in gathers:
+        gather.install()
         say(f"{_WHOSE}: {_described(gather, weight_bits, state, replica_state)}", state.process_group)
 
 

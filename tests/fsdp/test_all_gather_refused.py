@@ -14,7 +14,7 @@ from gradcomp.fsdp import compress_all_gather, compress_fsdp
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from tests.fsdp.gathered import round_all_gathers
-from tests.fsdp.models import RANKS, Net, new_grid, sharded
+from tests.fsdp.models import RANKS, Net, batch_of, new_grid, sharded
 from tests.fsdp.test_errors import over_two_meshes, without_parameters
 from tests.fsdp.test_reduce_scatter_refused import replicate_with_fsdp
 from tests.reducer.models import run_cases
@@ -218,3 +218,25 @@ def test_every_rank_is_told_how_one_differs(run_ranks):
     for texts in run_ranks(run_cases, RANKS, differ, cases):
         for (_, what, mesh_name), text in zip(cases, texts, strict=True):
             assert re.search(DIFFERENCES[what][1], text), (mesh_name, text)
+
+
+def refuse_and_go_on(rank):
+    """Give compress_fsdp bad arguments, then good ones for the same model."""
+    grid = new_grid()
+    model = sharded(grid.shards)
+    for options in (
+        {"weight_bits": 4},
+        {"ignored": None},
+        {"replica_state": QuantizationState(grid.replicas), "ignored": [Net()]},
+        {"replica_state": QuantizationState(grid.shards.get_group())},
+        {"state": PowerSGDState(None), "replica_state": QuantizationState(grid.replicas)},
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            compress_fsdp(model, options.pop("state", None) or QuantizationState(), **options)
+    compress_fsdp(model, QuantizationState(), replica_state=QuantizationState(grid.replicas))
+    model(batch_of(rank, 0)).square().mean().backward()
+    return True
+
+
+def test_a_refused_call_leaves_the_model_as_it_was(run_ranks):
+    assert run_ranks(refuse_and_go_on, RANKS) == [True] * RANKS

@@ -71,20 +71,19 @@ def test_it_does_what_its_parts_do(run_ranks):
     lines = {form: line for (form, _), (_, line) in zip(cases, ranks[0], strict=True)}
     # The shards of the embedding have 9 × 12 elements and 9 of the bias.
     first = (
-        "INFO compress_fsdp: embed: of 117 elements of a shard, weights: 108 in {} bits; gradients: {}; {}"
+        "INFO compress_fsdp: embed: weights in {} bits: 108 of 117 elements of a shard; "
+        "gradients in {} bits: {}; {}"
     )
-    assert first.format(16, "108 in 8 bits", "no replicas") in lines["hierarchical"]
+    assert first.format(16, 8, 108, "no replicas") in lines["hierarchical"]
     # Between two replicas they have 17 rows. Gradients in 16 bits are all of them.
     first = first.replace("117", "221").replace("108", "204")
-    assert first.format(8, "221 in 16 bits", "torch averages replicas") in lines["HSDP"]
-    assert (
-        first.format(8, "204 in 4 bits", "quantization_hook averages replicas")
-        in lines["int4 between replicas"]
-    )
+    assert first.format(8, 16, 221, "torch averages replicas") in lines["HSDP"]
+    averages = "quantization_hook averages replicas"
+    assert first.format(8, 4, 204, averages) in lines["int4 between replicas"]
     for lines_of_form in lines.values():
         assert len(lines_of_form) == 5
         assert "layers.0: " in lines_of_form[2]
-        assert "weights: 0 in" in lines_of_form[2]
+        assert "bits: 0 of" in lines_of_form[2]
 
 
 def whole_weights(run):
