@@ -22,7 +22,7 @@ from gradcomp.device import has_streams
 from gradcomp.layout.blocks import BlockLayout, Part
 from gradcomp.layout.flat import FlatLayout
 
-from ..comm.exchange import Works, all_gather
+from ..comm.exchange import all_gather
 from ..comm.nodes import nodes_of
 from ..comm.process_group import Explaining
 
@@ -130,40 +130,37 @@ class _GatherWork(dist.Work):
     ):
         super().__init__()
         self._plan, self._out, self._explaining = plan, out, Explaining.of(f"gather {name}", group)
-        rows = group.size()
-        self._payload = torch.empty(rows, plan.payload_bytes, dtype=torch.uint8, device=out.device)
-        self._works = self._exchanges(shard, group, ranks_per_node)
-        with self._explaining:
-            self._under_way = next(self._works)
-
-    def _exchanges(self, shard: Tensor, group: dist.ProcessGroup, ranks_per_node: int) -> Works:
-        places, within, between = self._payload[None], None, group
+        rows, within, between = group.size(), None, group
         if ranks_per_node > 1:
             nodes = nodes_of(group, ranks_per_node)
             within, between = nodes.within, nodes.between
-            places = self._payload.view(ranks_per_node, nodes.num_nodes, -1)
-        place = 0 if within is None else within.rank()
-        self._plan.payload = self._payload
-        self._plan.quantize(shard, place * between.size() + between.rank())
-        rows = places[place]
-        yield all_gather(rows, rows[between.rank()], between)
-        if within is not None:
-            yield all_gather(places.flatten(1), rows.flatten(), within)
+        payload = torch.empty(rows, plan.payload_bytes, dtype=torch.uint8, device=out.device)
+        self._payload: Tensor | None = payload
+        places, place = payload.view(ranks_per_node, between.size(), -1), within.rank() if within else 0
+        own = places[place]
+        plan.payload = payload
+        plan.quantize(shard, place * between.size() + between.rank())
+        plan.payload = payload.new_empty(0)
+        with self._explaining:
+            self._work = all_gather(own, own[between.rank()], between)
+            if within is not None:
+                # Not in wait(): the ranks of a node start gathers in one order, but may wait in another.
+                self._work.wait()
+                self._work = all_gather(places.flatten(1), own.flatten(), within)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def wait(self, timeout: Any = None) -> bool:
         """Gather, and decode. Raises RuntimeError if a rank has ended or doesn't answer in time."""
-        if self._under_way is None:
+        payload = self._payload
+        if payload is None:
             return True
         with self._explaining:
-            while self._under_way is not None:
-                self._under_way.wait()
-                self._under_way = next(self._works, None)
-        self._plan.payload = self._payload
+            self._work.wait()
+        self._plan.payload = payload
         self._plan.dequantize(self._out)
-        if has_streams(self._out.device):
-            self._payload.record_stream(torch.cuda.current_stream(self._out.device))
-        self._plan.payload = self._payload.new_empty(0)
-        del self._payload
+        self._plan.payload = payload.new_empty(0)
+        if has_streams(payload.device):
+            payload.record_stream(torch.cuda.current_stream(payload.device))
+        self._payload = None
         return True

@@ -112,6 +112,8 @@ def require_agreement(
         **options,
         "number of replicas": replicate_group.size() if replicate_group else 1,
         "FSDP modules": [group.name for group in groups],
+        "dtypes": [sorted(map(str, group.gathered_dtypes)) for group in groups],
+        "modules with fsdp_pre_all_gather": [group.name for group in groups if group.has_extensions],
         "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],
     }
 

@@ -51,9 +51,15 @@ class ParamGroup:
         self._reduced: list[int] | None = None
 
     def names(self, model: nn.Module) -> list[str]:
-        """Return the parameters' names in the model."""
+        """Return the parameters' names in the model. Raises ValueError if one has left it."""
         names = {id(module): name for name, module in model.named_modules()}
         places = [parameter._module_info for parameter in self._group.fsdp_params]
+        for place in places:
+            if id(place.module) not in names:
+                raise ValueError(
+                    f"{self.name} shards the {place.param_name} of a {type(place.module).__name__} that is "
+                    "no module of the model. Likely cause: it was replaced or wrapped after fully_shard"
+                )
         return [f"{names[id(place.module)]}.{place.param_name}".lstrip(".") for place in places]
 
     @property

@@ -23,7 +23,7 @@ def compress_fsdp(
     replica_state: CompressorState | None = None,
     ignored: Iterable[nn.Module | nn.Parameter] = (),
 ) -> None:
-    """Compress the weights and gradients of a model that FSDP2 shards: all bytes that it sends.
+    """Compress the weights and gradients of a model that FSDP2 shards.
 
     The same as compress_all_gather and compress_reduce_scatter, and with replica_state compress_replicas.
     Logs a line for each parameter group: which of its elements are compressed.
@@ -73,10 +73,11 @@ def _described(
     group, bits = gather.param_group, state.options.bits
     shapes = [each.shape for each in group.placeholders]
     numel = sum(each.numel() for each in group.placeholders)
-    layout, weights = gather.gather.layout, 0
-    if gather.compresses(group.gathered_dtypes):
-        weights = layout.quantized_numel // layout.world_size
-    gradients = numel if bits == 16 else state.options.layout(shapes, 1).quantized_numel
+    layout, weights, gradients = gather.gather.layout, 0, 0
+    if layout.world_size > 1:  # over one rank, FSDP2 sends nothing
+        if gather.compresses(group.gathered_dtypes):
+            weights = layout.quantized_numel // layout.world_size
+        gradients = numel if bits == 16 else state.options.layout(shapes, 1).quantized_numel
     replicas = "no replicas" if group.replicate_group is None else "torch averages replicas"
     if replica_state is not None:
         replicas = f"{replica_state.algorithm} averages replicas"

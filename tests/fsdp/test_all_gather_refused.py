@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,9 +51,20 @@ def compress_whole(grid, state=None, **options):
     compress_fsdp(sharded(grid.shards), state or QuantizationState(), **options)
 
 
+def compress_replaced(grid):
+    model = sharded(grid.shards)
+    model.head = nn.Linear(33, 1)
+    compress_all_gather(model)
+
+
 NO_LIST = "takes a list of modules and parameters as ignored, got"
 # case -> (the call, the error, its message)
 REFUSED = {
+    "a module that was replaced": (
+        compress_replaced,
+        ValueError,
+        "shards the weight of a Linear that is no module of the model.* was replaced",
+    ),
     "unsharded": (
         lambda g: compress_all_gather(Net()),
         ValueError,
@@ -192,7 +203,9 @@ def differ(rank, odd_rank, what, mesh_name):
     model = Net()
     if is_odd and what == "modules":
         model.layers[1] = nn.Sequential(nn.Linear(33, 33))
-    model = sharded(grid.mesh if mesh_name == "HSDP" else new_grid(1, 4).shards, model)
+    dtype = torch.bfloat16 if is_odd and what == "dtypes" else None
+    mesh = grid.mesh if mesh_name == "HSDP" else new_grid(1, 4).shards
+    model = sharded(mesh, model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     options = {
         "bits": {"bits": 16},
         "block_size": {"block_size": 64},
@@ -210,6 +223,7 @@ DIFFERENCES = {
     "ignored": (2, r"ignored.*embed\.weight"),
     "nodes": (0, "ranks_per_node.*2"),
     "modules": (2, r"shapes\[\d\] is"),
+    "dtypes": (1, r"dtypes\[0\].*bfloat16"),
 }
 
 
