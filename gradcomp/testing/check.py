@@ -135,7 +135,7 @@ def check_hook(
     dtypes: the gradients' dtypes.
     device: the gradients' device.
     only: the names of the properties to check; empty for all.
-    processes: check `same_in_processes`, for which hook and make_state must be picklable.
+    processes: check `same_in_processes`, for which hook and make_state must be importable by name.
 
     The same call draws the same workloads. A counter-example is the smallest that Hypothesis finds. If the
     hook raises on some workloads, `completes` fails; if it makes inf or NaN of finite gradients,
@@ -153,27 +153,32 @@ def check_hook(
     searched = [each for each in PROPERTIES if not only or each.name in only]
     subject = Subject(hook, make_state, claims, ranks, device)
     limits = (WORLD_SIZES if world_size is None else (world_size,), dtypes, device)
+    without = "switched off"
     try:
+        # Before anything else, as a script that isn't guarded runs as far as here in each process, too.
+        if processes and properties.same_in_processes in searched:
+            _show(f"{subject.name}: starting processes")
+            without = subject.why_not_in_processes()
         _show(f"{subject.name}: inferring its claims")
         try:
             drawn = Drawn(subject.claims, *limits)
         except RankError as error:
             drawn = Drawn(Claims(), *limits)
             return _report_without_claims(replace(subject, given=Claims()), drawn, max_examples, error)
-        return _report(subject, searched, drawn, max_examples, processes)
+        return _report(subject, searched, drawn, max_examples, without)
     finally:
         _show("")
 
 
 def _report(
-    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, processes: bool
+    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, without: str
 ) -> Report:
     report = Report(subject.name, subject.claims)
     known: list[type[AssertionError]] = []
     for position, each in enumerate(searched, 1):
         reason = each.reason(subject)
         if each is properties.same_in_processes:
-            reason = subject.unpicklable() if processes else "switched off"
+            reason = without
         if reason:
             report.verdicts[each.name] = Verdict("not claimed", note=reason)
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing.claims import AVERAGES_WITHIN, Claims, claims_of
+from gradcomp.testing.ranks import RankError, run_ranks
 from gradcomp.testing.run import MakeState, Output, Place, Ranks, Run, run_hook
 from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
@@ -52,12 +52,12 @@ class Subject:
         require_finite(run)
         return run
 
-    def unpicklable(self) -> str:
+    def why_not_in_processes(self) -> str:
         """Return the reason why the hook can't run in other processes; "" if it can."""
         try:
-            pickle.dumps((self.hook, self.make_state))
-        except Exception as error:  # a user's object may raise anything
-            return shorten(f"can't be pickled: {error}", 90, placeholder="…")
+            run_ranks(_found, 2, self.hook, self.make_state, ranks="gloo")
+        except (TypeError, RankError) as error:
+            return shorten(f"no processes: {str(error).strip().splitlines()[-1]}", 90, placeholder="…")
         return ""
 
     def multiple_of_mean(self, workload: Workload) -> float | None:
@@ -81,6 +81,10 @@ class Subject:
             return None
         shown = (float(f"{factor:.{digits}g}") for digits in (2, 4))
         return next((each for each in shown if abs(factor - each) <= near and each != 1), None)
+
+
+def _found(rank: int, process_group: Any, hook: Hook, make_state: MakeState) -> None:
+    """Do nothing: arguments have been found by name in this process."""
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
