@@ -10,6 +10,8 @@ import torch
 
 from gradcomp.testing.check import PROPERTIES, check_hook
 
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+
 
 def _object(name: str) -> Any:
     """Import module:name."""
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "workloads drawn for each property (default: 25)"
     parser.add_argument("--examples", type=int, default=25, metavar="N", help=text)
     text = "a dtype of the gradients; can be given several times (default: float32, float64)"
-    parser.add_argument("--dtype", action="append", metavar="DTYPE", help=text)
+    parser.add_argument("--dtype", action="append", choices=DTYPES, metavar="DTYPE", help=text)
     text = "check this property only; can be given several times: " + ", ".join(p.name for p in PROPERTIES)
     parser.add_argument("--only", action="append", default=[], metavar="PROPERTY", help=text)
     parser.add_argument("--no-processes", action="store_true", help="leave out the run in real processes")

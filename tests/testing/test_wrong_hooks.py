@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradcomp.testing import PropertyFailure, Workload, check_hook, claims_of, properties
+from gradcomp.testing.__main__ import main
 from tests.depth import everyday
 from tests.testing import wrong_hooks
 from tests.testing.compressors import RandomK, TopK, hook
@@ -62,6 +63,16 @@ def test_a_right_hook_is_not_accused(name):
     claims = replace(claims_of(right, make_state), **changes)
     options = everyday({"max_examples": 3, "processes": False}, {})
     check_hook(right, make_state, claims=claims, **options).raise_if_failed()
+
+
+def test_the_command_line(capsys):
+    names = ["tests.testing.compressors:hook", "tests.testing.wrong_hooks:SeedsTheGlobalGenerator"]
+    options = ["--examples", "1", "--only", "random_state_kept", "--dtype", "float64", "--no-processes"]
+    assert main([*names, *options]) == 1
+    assert "expected torch's global generator to go on from the user's seed" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["nothing:here"])
+    assert "nothing:here can't be imported; the form is module:name" in capsys.readouterr().err
 
 
 def test_a_hook_that_is_no_average_needs_claims():
