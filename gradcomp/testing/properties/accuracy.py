@@ -41,7 +41,7 @@ ROUNDINGS_OF_A_STEP = 8
 
 @property_of(
     unclaimed=lambda claims: "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else "",
-    listed=lambda drawn: drawn.listed("various", "long", "ties", "four", "five"),
+    listed=lambda drawn: drawn.listed("ties", "four", "five", "various", "long"),
     measure="error / tolerance ≤",
     copyable=True,
 )
@@ -290,7 +290,7 @@ NUM_STEPS, NUM_ELEMENTS = 512, 1 << 22
 @property_of(
     "unbiased",
     workloads=lambda drawn: [drawn.small()],
-    listed=lambda drawn: [drawn.probed(), *drawn.listed("long", "large", "ties", "four", "five")],
+    listed=lambda drawn: [drawn.probed(), *drawn.listed("ties", "four", "five", "long", "large")],
     fraction=0.3,
     copyable=True,
     measure="t ≤",

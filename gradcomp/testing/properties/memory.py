@@ -22,7 +22,7 @@ SMALL_TENSORS = 4096
 @property_of(
     "error_feedback",
     unclaimed=lambda claims: "" if claims.errors_of else "errors can't be read",
-    listed=lambda drawn: drawn.listed("various", "long", "four"),
+    listed=lambda drawn: drawn.listed("four", "various", "long"),
     measure="error / tolerance ≤",
 )
 def error_feedback_identity(subject: Subject, workload: Workload) -> Iterator[float]:
@@ -57,7 +57,7 @@ STUCK = 1 / 16
     "error_feedback",
     workloads=lambda drawn: [drawn.flushed()],
     listed=lambda drawn: map(
-        drawn.with_zeros, [*drawn.listed("long", "large", noise=0.0), *drawn.listed("ties", "four", "five")]
+        drawn.with_zeros, [*drawn.listed("ties", "four", "five"), *drawn.listed("long", "large", noise=0.0)]
     ),
     fraction=0.5,
     measure="still held at the end ≤",
