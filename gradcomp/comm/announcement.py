@@ -10,18 +10,24 @@ import torch.distributed as dist
 
 LOGGER = "gradcomp"
 QUIET = "GRADCOMP_QUIET"
-_num_silencers = 0
+_num_silencers, _level = 0, logging.NOTSET
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Announce nothing in this process, for programs that run hundreds of states."""
-    global _num_silencers
+    """Announce and log nothing in this process, for programs that run hundreds of states."""
+    global _num_silencers, _level
+    logger = logging.getLogger(LOGGER)
+    if not _num_silencers:
+        _level = logger.level
+        logger.setLevel(logging.CRITICAL)
     _num_silencers += 1
     try:
         yield
     finally:
         _num_silencers -= 1
+        if not _num_silencers:
+            logger.setLevel(_level)
 
 
 def say(text: str, group: dist.ProcessGroup | None) -> None:

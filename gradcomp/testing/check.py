@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from textwrap import shorten
 from typing import Literal
 
@@ -18,10 +19,11 @@ from hypothesis.strategies import SearchStrategy
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import properties
 from gradcomp.testing.claims import PROBED_STEPS, Claims
+from gradcomp.testing.program import copyable_test, drawn_anew, is_importable
 from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks
-from gradcomp.testing.strategies import Drawn
+from gradcomp.testing.strategies import WORLD_SIZES, Drawn
 from gradcomp.testing.workload import Workload
 
 PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
@@ -33,21 +35,28 @@ OVERRIDE = (
 )
 # The most lines shown of a message. A longer one holds a traceback: its middle lines are left out.
 LONGEST_MESSAGE = 14
+# The most workloads tried to simplify a failing one.
+MOST_SIMPLER = 40
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A property that fails for a hook, the smallest workload found on which it fails, and its message."""
+    """A property that fails for a hook, the smallest workload found on which it fails, and its message.
+
+    test: a test that fails without this package; "" if there is none.
+    """
 
     property: str
     counterexample: Workload
     message: str
+    test: str = ""
 
     def __str__(self) -> str:
         lines = [line for line in self.message.splitlines() if line.strip()]
         if len(lines) > LONGEST_MESSAGE:
             lines = [*lines[:2], "...", *lines[3 - LONGEST_MESSAGE :]]
-        return "\n  ".join([f"{self.property} fails for", repr(self.counterexample), *lines])
+        shown = "\n  ".join([f"{self.property} fails for", repr(self.counterexample), *lines])
+        return f"{shown}\n\nThe same without gradcomp.testing:\n\n{self.test}" if self.test else shown
 
 
 @dataclass(frozen=True)
@@ -106,25 +115,27 @@ def check_hook(
     hook: Hook,
     make_state: MakeState = None,
     *,
-    world_size: int = 2,
+    world_size: int | None = None,
     max_examples: int = 25,
     claims: Claims | None = None,
     ranks: Ranks = "simulated",
-    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
     device: str = "cpu",
     only: Sequence[str] = (),
+    processes: bool = True,
 ) -> Report:
     """Check a communication hook: search for workloads on which it fails a property that applies to it.
 
     make_state: make_state(process_group) makes a rank's state. None if the state is the process group.
-    world_size: the number of ranks.
-    max_examples: the number of workloads drawn for a property. Properties with two or three strategies draw
-        more, expensive properties fewer.
+    world_size: the number of ranks; by default 2 and 3, and in some workloads 4 and 5.
+    max_examples: the number of workloads drawn for a property, and the most that are listed for it.
+        `completes`, with two strategies, draws twice as many, and expensive properties fewer.
     claims: the hook's claims; by default claims_of infers them from its state and a probe.
     ranks: "simulated", in this process; or "gloo", in processes: hook and make_state must be picklable then.
     dtypes: the gradients' dtypes.
     device: the gradients' device.
     only: the names of the properties to check; empty for all.
+    processes: check `same_in_processes`, for which hook and make_state must be importable by name.
 
     The same call draws the same workloads. A counter-example is the smallest that Hypothesis finds. If the
     hook raises on some workloads, `completes` fails; if it makes inf or NaN of finite gradients,
@@ -141,35 +152,49 @@ def check_hook(
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
     searched = [each for each in PROPERTIES if not only or each.name in only]
     subject = Subject(hook, make_state, claims, ranks, device)
+    limits = (WORLD_SIZES if world_size is None else (world_size,), dtypes, device)
+    without = "switched off"
     try:
+        # Before anything else, as a script that isn't guarded runs as far as here in each process, too.
+        if processes and properties.same_in_processes in searched:
+            _show(f"{subject.name}: starting processes")
+            without = subject.why_not_in_processes()
         _show(f"{subject.name}: inferring its claims")
         try:
-            drawn = Drawn(subject.claims, world_size, dtypes, device)
+            drawn = Drawn(subject.claims, *limits)
         except RankError as error:
-            drawn = Drawn(Claims(), world_size, dtypes, device)
+            drawn = Drawn(Claims(), *limits)
             return _report_without_claims(replace(subject, given=Claims()), drawn, max_examples, error)
-        return _report(subject, searched, drawn, max_examples)
+        return _report(subject, searched, drawn, max_examples, without)
     finally:
         _show("")
 
 
-def _report(subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int) -> Report:
+def _report(
+    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, without: str
+) -> Report:
     report = Report(subject.name, subject.claims)
     known: list[type[AssertionError]] = []
     for position, each in enumerate(searched, 1):
-        if each.unclaimed is not None and (reason := each.unclaimed(subject.claims)):
+        reason = each.reason(subject)
+        if each is properties.same_in_processes:
+            reason = without
+        if reason:
             report.verdicts[each.name] = Verdict("not claimed", note=reason)
             continue
         search = _Search(each, subject, f"{position} of {len(searched)}, {each.name}", tuple(known))
         for strategy in each.workloads(drawn):
             if search.failure is None:
                 search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
-        for workload in each.listed(drawn):  # these are not shrunk, so the drawn ones come first
+        # The drawn ones come first, as they shrink further.
+        for workload in islice(each.listed(drawn), max_examples):
             if search.failure is not None or search.fails(workload):
                 break
+        search.simplify()
         report.verdicts[each.name] = search.verdict()
         if search.failure is not None:
-            report.failures.append(_with_multiple_of_mean(subject, search.failure))
+            failure = _with_multiple_of_mean(subject, search.failure)
+            report.failures.append(replace(failure, test=_test(subject, each, failure.counterexample)))
             known += each.explains
     return report
 
@@ -182,6 +207,21 @@ def _with_multiple_of_mean(subject: Subject, failure: Failure) -> Failure:
         return failure
     said = f"; the output is {factor} × the mean" if factor else ""
     return replace(failure, message=failure.message + said)
+
+
+def _test(subject: Subject, failed: Property, workload: Workload) -> str:
+    """Write a test for a failure that plain gradients show, too; "" if they don't."""
+    if not (failed.copyable and is_importable(subject.hook, subject.make_state)):
+        return ""
+    for draw, drawn in drawn_anew(workload):
+        try:
+            failed.measured(subject, drawn)
+        except PropertyFailure as failure:
+            if failure.place is not None:
+                return copyable_test(subject.hook, subject.make_state, drawn, draw, failure.place)
+        except RankError:
+            pass
+    return ""
 
 
 def _report_without_claims(subject: Subject, drawn: Drawn, max_examples: int, error: RankError) -> Report:
@@ -224,6 +264,17 @@ class _Search:
             if self.failure is not None:
                 message = f"{self.failure.message}\nIt does not fail on this workload every time."
                 self.failure = replace(self.failure, message=message)
+
+    def simplify(self) -> None:
+        """Simplify the failing workload while a simpler one fails, too."""
+        left = MOST_SIMPLER
+        while self.failure is not None and left > 0:
+            for workload in self.failure.counterexample.simpler():
+                left -= 1
+                if left >= 0 and self.fails(workload):
+                    break
+            else:
+                return
 
     def fails(self, workload: Workload) -> bool:
         self.num_tried += 1

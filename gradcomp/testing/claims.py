@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -55,8 +54,7 @@ class Tolerance:
         magnitude = stacked[index].abs().amax(0)
         if self.of == "bucket":
             indices = workload.buckets[workload.bucket_of(index)]
-            largest = max((float(stacked[n].abs().max()) for n in indices if stacked[n].numel()), default=0.0)
-            magnitude = torch.full_like(magnitude, largest)
+            magnitude = torch.full_like(magnitude, workload.largest(step, *indices))
         return 2 * workload.world_size * (self.relative * magnitude + self.absolute)
 
     @classmethod
@@ -85,6 +83,7 @@ class Claims:
         it compensates its own rounding.
     feedback_precision: the coarsest dtype of gradients that enter error feedback, or of kept errors.
     errors_of(state): a rank's errors by bucket index, each flat like its bucket.
+    density: the mean fraction of a bucket's elements that a rank sends in a step. The others wait.
     unbiased: the expectation of the output is the mean.
     keeps_zeros: elements that have been 0 on every rank in every step so far are exactly 0 in the average.
         "elements": all such elements. "lines": only those of a row or column that has been 0 throughout, as
@@ -107,6 +106,7 @@ class Claims:
     error_feedback: bool = False
     feedback_precision: torch.dtype = torch.float64
     errors_of: Callable[[Any], Mapping[int, Tensor]] | None = None
+    density: float = 1.0
     unbiased: bool = False
     keeps_zeros: Literal["elements", "lines"] | None = None
     scale_equivariant: Literal["bitwise", "rounding"] | None = None
@@ -159,45 +159,17 @@ class Claims:
             largest = LARGEST_OF_LOSSY_FP16
         return min(self.max_magnitude, 0.99 * largest)
 
-    def delta(self, numel: int) -> float:
-        """Return the δ expected of error feedback in a bucket of `numel` elements, at least 1 / numel.
+    def steps_until_sent(self, numel: int) -> int:
+        """Return the number of steps after which each of a bucket's elements has been sent.
 
-        The weakest usual compressors have that δ: they send one element, or signs with one common magnitude.
+        If a rank sends random elements, one of them is left with probability (1 − density)^steps. Hooks that
+        send the largest ones, or take turns, need fewer steps.
         """
-        return max(self.contraction or 0.0, 1 / max(1, numel))
-
-    @property
-    def element_error(self) -> float:
-        """The largest error of an average, relative to the bucket's largest element; inf for a lossy hook.
-
-        It is twice the tolerance of one rank, as the hook may round both the ranks' gradients and their sum.
-        """
-        return math.inf if self.tolerance is None else 4 * self.tolerance.relative
-
-    def left_after(self, steps: int, numel: int) -> float:
-        """Return the fraction of a bucket's ‖error‖ that is left after `steps` steps without gradients."""
-        left = math.sqrt(1 - self.delta(numel)) ** steps
-        if self.element_error < 1:
-            left = min(left, math.sqrt(numel) * self.element_error**steps)
-        return left
-
-    def largest_error(self, numel: int) -> float:
-        """Return an upper bound of a rank's ‖error‖ / largest ‖gradient‖ in a bucket of `numel` elements.
-
-        The bound is lemma 3 of Karimireddy et al. (ICML 2019), or for a hook that averages the sum of the
-        remainders of all steps' errors, if that is smaller.
-        """
-        delta = self.delta(numel)
-        largest = 2 * math.sqrt(1 - delta) / delta
-        if self.element_error < 1:
-            largest = min(largest, math.sqrt(numel) * self.element_error / (1 - self.element_error))
-        return largest
-
-    def steps_until(self, fraction: float, numel: int) -> int:
-        """Count the steps without gradients until at most this fraction of an error is left."""
-        return next(steps for steps in count(1) if self.left_after(steps, numel) <= fraction)
+        return math.ceil(math.log(FALSE_ALARM / max(1, numel)) / math.log1p(-min(self.density, 0.5)))
 
 
+# The probability that a property with random numbers fails a hook that has it.
+FALSE_ALARM = 1e-6
 # The steps of the probe, which infers claims. Compression that starts later must be claimed.
 PROBED_STEPS = 8
 PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, seed=7)
@@ -302,8 +274,6 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
     tolerance = None
     if None not in fits or averages_later:
         start, tolerance = 0, Tolerance.rounding(precision)
-    elif precision == torch.float64:
-        precision = torch.float32
     if tolerance is None and _fits_eight_bits(run):
         tolerance = Tolerance.levels(8)
         if keeps_errors:
@@ -322,6 +292,7 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
         contraction=0.0 if keeps_errors and not averages else None,
         error_feedback=keeps_errors,
         feedback_precision=wrapped if keeps_errors else torch.float64,
+        density=_density(run, start),
         unbiased=not (averages or keeps_errors),
         keeps_zeros="elements",
         scale_equivariant="bitwise" if tolerance == Tolerance.rounding(torch.float32) else "rounding",
@@ -349,6 +320,12 @@ def _fits_eight_bits(run: Run) -> bool:
         if lost > AVERAGES_WITHIN * size or not _fits(run, step, Tolerance.levels(8)):
             return False
     return True
+
+
+def _density(run: Run, start: int) -> float:
+    """Return the mean fraction of nonzero averages, divided by W: ranks may send different elements."""
+    sent = [float((each.average != 0).double().mean()) for each in run.each_output(start) if not each.index]
+    return max(sum(sent) / max(1, len(sent)) / run.workload.world_size, 1e-3)
 
 
 def _wrapped_in(hook: Any) -> torch.dtype:

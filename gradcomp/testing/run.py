@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -23,11 +24,27 @@ MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]
 # One step of one rank, in the order of Run's fields.
-_Step = tuple[list[Tensor], list[Tensor], int, int, int]
+_Step = tuple[list[Tensor], list[Tensor], int, int, int, tuple[float, float]]
 
 
 class CheckpointError(RuntimeError):
     """A state can't be saved, or its checkpoint can't be loaded."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The averages of an element on a rank in some steps, whose sum isn't as expected.
+
+    period: the number of steps after which gradients repeat; 0 if they don't.
+    """
+
+    rank: int
+    steps: range
+    index: int
+    element: int
+    expected: float
+    got: float
+    period: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,11 @@ class Output:
         """The float64 mean of the ranks' gradients."""
         return self.workload.mean(self.step)[self.index]
 
+    def place(self, element: int, expected: Tensor, got: Tensor) -> Place:
+        expected, got = (tensor.flatten()[element] for tensor in (expected, got))
+        steps = range(self.step, self.step + 1)
+        return Place(self.rank, steps, self.index, element, float(expected), float(got))
+
     def __str__(self) -> str:
         return f"step {self.step}, rank {self.rank}, {self.workload.where(self.index)}"
 
@@ -58,6 +80,8 @@ class Run:
     state_bytes[step][rank]: the bytes of the tensors that the state holds after a step.
     state_numels[step][rank]: the number of elements of the state's floating-point tensors.
     wire_bytes[step][rank]: the bytes that a rank handed to collectives in a step; 0, uncounted, on gloo.
+    random_numbers[step][rank]: numbers that the user's program draws after a step, from torch's and Python's
+        generators.
     """
 
     workload: Workload
@@ -66,6 +90,7 @@ class Run:
     state_bytes: list[list[int]]
     state_numels: list[list[int]]
     wire_bytes: list[list[int]]
+    random_numbers: list[list[tuple[float, float]]]
 
     def each_output(self, first_step: int = 0) -> Iterator[Output]:
         """Yield every output from first_step on."""
@@ -90,12 +115,13 @@ def run_hook(
     checkpoint_at: int | None = None,
     safe_checkpoint: bool = True,
     errors_of: ErrorsOf | None = None,
+    seed: int = 0,
 ) -> Run:
     """Run the hook on every rank's gradients, step by step.
 
-    A bucket keeps its buffer and its parameters in all steps; a workload that is `rearranged` changes both
-    after its first step. All buckets of a step are in flight before the first one is waited for. The average
-    is the value of the hook's future, converted to the bucket's dtype.
+    Gradients arrive by backward passes. A bucket keeps its buffer and its parameters in all steps; a workload
+    that is `rearranged` changes both after its first step. All buckets of a step are in flight before the
+    first one is waited for. The average is the value of the hook's future, converted to the bucket's dtype.
 
     make_state: make_state(process_group) makes a rank's state. None if the state is the process group.
     ranks, schedule: see run_ranks. On "gloo" all arguments must be picklable.
@@ -103,13 +129,18 @@ def run_hook(
     safe_checkpoint: load with torch.load's safe default only.
     errors_of: errors_of(state) returns errors by bucket index, each flat like its bucket. A missing bucket
         has no errors.
+    seed: a rank's generators start with this seed plus its rank.
 
     Raises RankError if a rank fails, also if its state can't be loaded.
     """
-    arguments = (hook, make_state, workload, checkpoint_at, safe_checkpoint, errors_of)
-    by_rank = run_ranks(_steps, workload.world_size, *arguments, ranks=ranks, schedule=schedule)
-    per_step = [list(zip(*of_ranks, strict=True)) for of_ranks in zip(*by_rank, strict=True)]
-    return Run(workload, *([list(step[part]) for step in per_step] for part in range(5)))
+    arguments = (hook, make_state, workload, checkpoint_at, safe_checkpoint, errors_of, seed)
+    world_size, before = workload.world_size, random.getstate()
+    try:
+        by_rank = run_ranks(_steps, world_size * workload.groups, *arguments, ranks=ranks, schedule=schedule)
+    finally:
+        random.setstate(before)
+    per_step = [list(zip(*of_ranks, strict=True)) for of_ranks in zip(*by_rank[:world_size], strict=True)]
+    return Run(workload, *([list(step[part]) for step in per_step] for part in range(6)))
 
 
 @silenced()
@@ -122,8 +153,17 @@ def _steps(
     checkpoint_at: int | None,
     safe_checkpoint: bool,
     errors_of: ErrorsOf | None,
+    seed: int,
 ) -> list[_Step]:
     """Run all steps on one rank."""
+    torch.default_generator.manual_seed(seed + rank)
+    random.seed(seed + rank)
+    group_index, rank = divmod(rank, workload.world_size)
+    if workload.groups > 1:
+        starts = range(0, workload.groups * workload.world_size, workload.world_size)
+        groups = [dist.new_group([*range(start, start + workload.world_size)]) for start in starts]
+        process_group = groups[group_index]
+    shares = (0.5, 0.5) if workload.accumulated else (1.0,)
     state = process_group if make_state is None else make_state(process_group)
     zeros = [torch.zeros(shape, dtype=workload.dtype, device=workload.device) for shape in workload.shapes]
     parameters = [torch.nn.Parameter(zero) for zero in zeros]
@@ -136,10 +176,15 @@ def _steps(
         if step == checkpoint_at and make_state is not None:
             state = reload(state, make_state, process_group, safe=safe_checkpoint)
         gradients = workload.gradients(step, rank)
+        for parameter in parameters:
+            parameter.grad = None
+        for share in shares:
+            factor = -share if group_index else share
+            torch.autograd.backward(parameters, [each.to(workload.device) * factor for each in gradients])
         sent_before = getattr(process_group, "sent_bytes", 0)
         futures = []
         for bucket_index, (indices, buffer) in enumerate(zip(buckets, buffers, strict=True)):
-            buffer.copy_(torch.cat([gradients[index].flatten() for index in indices]))
+            buffer.copy_(torch.cat([parameters[index].grad.flatten() for index in indices]))  # type: ignore[union-attr]
             is_last = bucket_index == len(buffers) - 1
             bucket = GradBucket(bucket_index, buffer, owned[bucket_index], is_last=is_last)
             futures.append(hook(state, bucket))
@@ -153,7 +198,8 @@ def _steps(
         num_bytes = sum(size for _, size in kept)
         numel = sum(size // tensor.itemsize for tensor, size in kept if tensor.is_floating_point())
         sent_bytes = getattr(process_group, "sent_bytes", 0) - sent_before
-        steps.append((outputs, kept_errors, num_bytes, numel, sent_bytes))
+        drawn = float(torch.rand((), dtype=torch.float32, device="cpu")), random.random()
+        steps.append((outputs, kept_errors, num_bytes, numel, sent_bytes, drawn))
     return steps
 
 

@@ -22,7 +22,7 @@ __all__ = ["buckets_of", "shapes", "workloads"]
 
 # Small dimensions, primes, powers of two and their neighbors.
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 64)
-SPECTRA: tuple[Spectrum, ...] = ("flat", "low_rank", "power_law", "clustered", "zero")
+SPECTRA: tuple[Spectrum, ...] = ("flat", "low_rank", "power_law", "clustered", "ties", "zero")
 # Further sides of matrices, for hooks that don't compress matrices as small as DIMS.
 LARGER_DIMS = range(96, 2049, 32)
 # Tensors of all kinds, as a hook may have separate code for each: one element, square, wide, tall, one row,
@@ -32,11 +32,28 @@ VARIOUS: tuple[tuple[Shape, ...], ...] = (
     ((64, 3), (3, 64), (16, 4, 3, 3), (5, 7, 9), (128, 128)),
     ((1, 257), (257, 1), (24, 24), (1000,), (12, 12)),
 )
-# Tensors for runs of many steps.
+# Tensors for runs of many steps, or ranks.
 FEW: tuple[tuple[Shape, ...], ...] = (((24, 24), (7,)), ((9, 32), (3, 5, 3, 3)), ((17, 8), (24,)))
 NOT_FINITE = (math.inf, -math.inf, math.nan)
-# The number of steps after a hook's start in such a run. A mistake in every 25th step shows twice.
-LONG = 56
+# More elements than 2^16, and no multiple of 2^10.
+LARGE: tuple[tuple[Shape, ...], ...] = (((96, 700), (1500,)),)
+# The world sizes by default: those that are drawn, and two more that listed workloads have.
+WORLD_SIZES = (2, 3, 4, 5)
+# Listed workloads by name: buckets, the number of steps after a hook's start, further fields. `world` and
+# `other` are positions in the world sizes and dtypes of the call.
+LISTED: dict[str, tuple[tuple[tuple[Shape, ...], ...], int, dict[str, Any]]] = {
+    "various": (VARIOUS, 2, {}),
+    "large": (LARGE, 3, {}),
+    # A mistake in every 25th step shows twice, and one at the end of a warm-up of up to 50 steps once.
+    "long": (FEW, 56, {"drift": 1.0, "rearranged": True}),
+    "ties": (FEW, 8, {"spectra": ("ties",), "drift": 1.0, "world": 1, "other": 1}),
+    "four": (FEW, 3, {"accumulated": True, "world": 2, "other": 1}),
+    "five": (FEW, 3, {"world": 3}),
+    "groups": (FEW, 3, {"groups": 2}),
+}
+# The most steps without gradients, and those before each element is expected to come out.
+MOST_ZERO_STEPS = 320
+SETTLING_STEPS = 32
 
 
 def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
@@ -140,19 +157,19 @@ class Drawn:
     """Strategies and lists of workloads within the limits of a hook's claims."""
 
     claims: Claims
-    world_size: int
+    world_sizes: Sequence[int]
     dtypes: Sequence[torch.dtype]
     device: str
 
-    def any(self, extra_steps: int = 3, **options: Any) -> SearchStrategy[Workload]:
+    def any(self, extra_steps: int = 3, max_numel: int = 4096, **options: Any) -> SearchStrategy[Workload]:
         """Draw workloads of all kinds, with 1 to `extra_steps` steps after the plain ones."""
-        start, tensors = self.claims.start, shapes()
+        start, tensors = self.claims.start, shapes(max_numel)
         if self.claims.exact_shapes:  # the hook compresses about half of the tensors, even at a high rank
             tensors |= st.sampled_from(self._compressed_shapes())
         defaults: dict[str, Any] = {
             "tensors": tensors,
             "log2_scales": self._scales(),
-            "world_size": self.world_size,
+            "world_size": st.sampled_from(list(self.world_sizes[:2])),
             "steps": st.integers(start + 1, start + extra_steps),
             "dtype": st.sampled_from(list(self.dtypes)),
             "device": self.device,
@@ -161,7 +178,7 @@ class Drawn:
 
     def poisoned(self) -> SearchStrategy[Workload]:
         """Draw workloads with inf, −inf or NaN in the first tensor, in one step on one rank."""
-        step, rank = st.integers(0, self.claims.start + 1), st.integers(0, self.world_size - 1)
+        step, rank = st.integers(0, self.claims.start + 1), st.integers(0, min(self.world_sizes) - 1)
         return self.any(poison=st.tuples(step, rank, st.just(0), st.sampled_from(NOT_FINITE)))
 
     def every_poison(self) -> Iterator[Workload]:
@@ -172,7 +189,7 @@ class Drawn:
         matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
         workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
         steps = sorted({0, self.claims.start, self.claims.start + 1})
-        for poison in product(steps, range(self.world_size), range(2), NOT_FINITE):
+        for poison in product(steps, range(workload.world_size), range(2), NOT_FINITE):
             yield replace(workload, poison=poison)
 
     def rearranged(self) -> SearchStrategy[Workload]:
@@ -182,67 +199,41 @@ class Drawn:
         )
 
     def small(self) -> SearchStrategy[Workload]:
-        return self.any(tensors=shapes(max_numel=64), num_tensors=(1, 2), noises=(0.1, 1.0))
+        return self.any(max_numel=64, num_tensors=(1, 2), noises=(0.1, 1.0))
 
-    def flushed(self) -> Sequence[SearchStrategy[Workload]]:
-        """Draw workloads that end with zero gradients: few, or enough for small tensors' errors to fade."""
-        small: dict[str, Any] = {
-            "tensors": shapes(max_numel=25),
-            "steps": st.integers(self.claims.start + 2, self.claims.start + 24),
-            "spectra": ("flat",),
-            "rearranged": st.booleans(),
-        }
-        alike = self.any(num_tensors=(2, 2), same_shapes=True, noises=(0.0,), drifts=(0.1, 1.0), **small)
-        different = self.any(num_tensors=(1, 1), noises=(1.0, 10.0), **small)
-        return (
-            self.any(extra_steps=6, noises=(0.0,), zero_steps=self._few, rearranged=st.booleans()),
-            alike.map(self._with_zeros),
-            different.map(self._with_zeros),
-        )
+    def flushed(self) -> SearchStrategy[Workload]:
+        """Draw workloads that end with enough zero gradients for each element to come out."""
+        options: dict[str, Any] = {"rearranged": st.booleans(), "accumulated": st.booleans()}
+        drawn = self.any(extra_steps=12, max_numel=64, num_tensors=(1, 3), **options)
+        return drawn.map(self.with_zeros)
 
-    @property
-    def _few(self) -> int:
-        """The least number of zero steps: few for averages, as errors soon fall below quantization levels."""
-        return 16 if self.claims.element_error >= 1 else 4
-
-    def _with_zeros(self, workload: Workload) -> Workload:
-        """Add enough zero steps that the held-back error may be a quarter of the largest gradient at most.
-
-        If all ranks have the same gradients, add twice the number of steps after which at most half of the
-        error is left.
-        """
+    def with_zeros(self, workload: Workload) -> Workload:
         numel = max(workload.numel(*indices) for indices in workload.buckets)
-        zero_steps = 2 * self.claims.steps_until(1 / 2, numel)
-        if workload.noise:
-            zero_steps = self.claims.steps_until(1 / 4 / max(1.0, self.claims.largest_error(numel)), numel)
-        return replace(workload, zero_steps=max(self._few, zero_steps))
+        zero_steps = SETTLING_STEPS + self.claims.steps_until_sent(numel)
+        return replace(workload, zero_steps=min(zero_steps, MOST_ZERO_STEPS))
 
-    def various(self, **options: Any) -> Iterator[Workload]:
-        """List a workload of tensors of all kinds in three buckets."""
-        yield self._in_buckets(VARIOUS, steps=self.claims.start + 2, **options)
+    def probed(self) -> Workload:
+        """Return the workload from which claims are inferred."""
+        return self._listed(PROBE.shapes, steps=PROBE.steps, drift=PROBE.drift, seed=PROBE.seed)
 
-    def probed(self) -> Iterator[Workload]:
-        """List the workload from which claims are inferred."""
-        yield replace(PROBE, world_size=self.world_size, dtype=self.dtypes[0], device=self.device)
-
-    def long(self, **options: Any) -> Iterator[Workload]:
-        """List a workload of many steps, in buckets that are rearranged after the first one."""
-        steps = self.claims.start + LONG
-        yield self._in_buckets(FEW, steps=steps, drift=1.0, rearranged=True, **options)
+    def listed(self, *names: str, **options: Any) -> Iterator[Workload]:
+        """List these workloads of LISTED, with other options."""
+        for name in names:
+            buckets, steps, fields = LISTED[name]
+            numbers = iter(range(sum(map(len, buckets))))
+            indices = tuple(tuple(islice(numbers, len(of_bucket))) for of_bucket in buckets)
+            tensors = tuple(shape for of_bucket in buckets for shape in of_bucket)
+            given = {"steps": self.claims.start + steps, "buckets": indices, **fields, **options}
+            yield self._listed(tensors, **given)
 
     def odd(self) -> list[Workload]:
         """List workloads of one compressed matrix with an odd number of rows or columns between 16 and 64."""
         return [self._listed((shape,), steps=self.claims.start + 3) for shape in self._odd_shapes()]
 
-    def _in_buckets(self, buckets: Sequence[Sequence[Shape]], **options: Any) -> Workload:
-        tensors = tuple(shape for of_bucket in buckets for shape in of_bucket)
-        numbers = iter(range(len(tensors)))
-        indices = tuple(tuple(islice(numbers, len(of_bucket))) for of_bucket in buckets)
-        return self._listed(tensors, buckets=indices, **options)
-
-    def _listed(self, shapes: tuple[Shape, ...], **options: Any) -> Workload:
-        workload = Workload(shapes, world_size=self.world_size, dtype=self.dtypes[0], device=self.device)
-        return replace(workload, **{"noise": 1.0, "drift": 0.5, "buckets": (), **options})
+    def _listed(self, shapes: tuple[Shape, ...], world: int = 0, other: int = 0, **options: Any) -> Workload:
+        fields: dict[str, Any] = {"noise": 1.0, "drift": 0.5, "device": self.device, **options}
+        world_size = self.world_sizes[world % len(self.world_sizes)]
+        return Workload(shapes, world_size=world_size, dtype=self.dtypes[other % len(self.dtypes)], **fields)
 
     def _compressed_shapes(self) -> list[Shape]:
         """List compressed matrices: all with sides in DIMS, or a larger one; and those of _odd_shapes."""

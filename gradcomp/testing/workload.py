@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 Poison = tuple[int, int, int, float]
-Spectrum = Literal["flat", "low_rank", "power_law", "clustered", "zero"]
+Spectrum = Literal["flat", "low_rank", "power_law", "clustered", "ties", "zero"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,6 +30,7 @@ class Workload:
         flat        all the same                    power_law   1, 1/2, 1/3, ...
         low_rank    `rank` equal ones, then 0       clustered   one in four 1, the others 1/100
         zero        no gradient at all
+        ties        not a matrix's: elements are ±1 or ±1/8; with noise, each rank has another number of ±1
 
     log2_scale: the rms of each tensor's signal is 2 to this power. The last entry holds for all further
         tensors; () for 0.
@@ -45,6 +46,9 @@ class Workload:
     log2_factor: all gradients are multiplied by 2 to this power.
     zero_steps: the number of steps with zero gradients at the end.
     period: the gradients of the first `period` steps repeat; 0 for no repetition.
+    accumulated: a gradient comes in two backward passes, half in each, as under DDP's no_sync.
+    groups: the number of disjoint process groups of `world_size` ranks in the world. The first one is
+        measured. The others have the negative gradients.
     masked: the fraction of a tensor's elements that are 0 on every rank in every step, like the gradients of
         pruned weights. Half that fraction of a matrix's rows, and of its columns, is 0, too.
     poison: (step, rank, index, value): the middle element of tensor `index` is set to `value`, for example
@@ -73,6 +77,8 @@ class Workload:
     rearranged: bool = False
     period: int = 0
     masked: float = 0.0
+    accumulated: bool = False
+    groups: int = 1
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -125,10 +131,32 @@ class Workload:
         ranks = [self.gradients(step, rank) for rank in range(self.world_size)]
         return [torch.stack(tensors).double() for tensors in zip(*ranks, strict=True)]
 
+    def simpler(self) -> Iterator[Workload]:
+        """Yield workloads with one part left out or halved."""
+        for index, shape in enumerate(self.shapes if len(self.shapes) > 1 else ()):
+            scale = self.log2_scale[min(index, len(self.log2_scale) - 1) :][:1]
+            spectrum = self.spectra[min(index, len(self.spectra) - 1) :][:1]
+            yield replace(self, shapes=(shape,), buckets=(), log2_scale=scale, spectra=spectrum)
+        for index, shape in enumerate(self.shapes):
+            halved = ((shape[0] + 1) // 2, *shape[1:])
+            if halved != shape:
+                yield replace(self, shapes=(*self.shapes[:index], halved, *self.shapes[index + 1 :]))
+        for name in ("rearranged", "accumulated", "drift", "masked", "noise"):
+            if getattr(self, name):
+                yield replace(self, **{name: type(getattr(self, name))(0)})
+        if self.steps > 1:
+            yield replace(self, steps=(self.steps + 1) // 2)
+            yield replace(self, steps=self.steps - 1)
+
     def norm(self, step: int, *indices: int) -> float:
         """Compute an upper bound of the largest ‖gradient‖ of these tensors together on any rank."""
         stacked = self.stacked(step)
         return math.hypot(*(float(stacked[index].flatten(1).norm(dim=1).max()) for index in indices))
+
+    def largest(self, step: int, *indices: int) -> float:
+        """Find the largest |element| of these tensors on any rank."""
+        tensors = [self.stacked(step)[index] for index in indices]
+        return max((float(each.abs().max()) for each in tensors if each.numel()), default=0.0)
 
     def numel(self, *indices: int) -> int:
         """Count the elements of these tensors."""
@@ -214,6 +242,10 @@ def _gradient(
     cols = math.prod(shape[1:])
     if spectrum == "zero" or rows * cols == 0:
         return torch.zeros(shape, dtype=torch.float64, device="cpu")
+    if spectrum == "ties":
+        few = _normal(shape, seed * 4 + 2, step, rank if noise else 0) > (rank / 2 if noise else 0)
+        signs: Tensor = _mixed(shape, seed * 4, drift, step).sign()
+        return signs.where(few, signs / 8)
     full = min(rows, cols)
     numbers = torch.arange(1.0, full + 1, dtype=torch.float64, device="cpu")
     spectra = {
@@ -223,7 +255,7 @@ def _gradient(
         "clustered": torch.ones_like(numbers).masked_fill_(numbers > math.ceil(full / 4), 0.01),
     }
     if spectrum not in spectra:
-        raise ValueError(f"spectrum {spectrum!r} is not one of {', '.join(spectra)}, zero")
+        raise ValueError(f"spectrum {spectrum!r} is not one of {', '.join(spectra)}, ties, zero")
     singular = spectra[spectrum]
     singular *= math.sqrt(rows * cols) / singular.norm()
     singular = singular[: singular.count_nonzero()]

@@ -56,7 +56,7 @@ def test_buckets():
     assert strategies.buckets_of(4, [True] * 9, reverse=True) == ((3,), (2,), (1,), (0,))
 
 
-@given(strategies.Drawn(Claims(start=2), 2, [torch.float32], "cpu").poisoned())
+@given(strategies.Drawn(Claims(start=2), (2,), [torch.float32], "cpu").poisoned())
 @settings(SETTINGS, max_examples=20)
 def test_poisons(workload):
     step, rank, index, value = workload.poison

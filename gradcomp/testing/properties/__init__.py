@@ -25,9 +25,12 @@ from .robustness import (
     deterministic,
     finite_in_finite_out,
     nonfinite_seen_by_all,
+    random_state_kept,
     rank_permutation,
     replicas_identical,
+    same_in_processes,
     scale_equivariant,
+    stays_in_its_group,
 )
 
 # In the order in which they are checked: a property that explains others comes before these.
@@ -36,6 +39,9 @@ __all__ = [  # noqa: RUF022
     "finite_in_finite_out",
     "replicas_identical",
     "deterministic",
+    "stays_in_its_group",
+    "random_state_kept",
+    "same_in_processes",
     "averages",
     "zero_stays_zero",
     "exact_up_to_rank",

@@ -12,8 +12,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from gradcomp.testing.claims import Claims, Tolerance
-from gradcomp.testing.run import Output, Run
+from gradcomp.testing.claims import FALSE_ALARM, Claims, Tolerance
+from gradcomp.testing.run import Output, Place, Run
 from gradcomp.testing.workload import Workload
 
 from .subject import (
@@ -24,7 +24,6 @@ from .subject import (
     require_close,
     require_close_in_norm,
     require_finite,
-    unless_lossy,
 )
 
 # The error allowed in a gradient of rank r that is recovered from its factors, in unit roundoffs. It is P's
@@ -41,9 +40,10 @@ ROUNDINGS_OF_A_STEP = 8
 
 
 @property_of(
-    lambda claims: "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else "",
-    listed=lambda drawn: [*drawn.various(), *drawn.long()],
+    unclaimed=lambda claims: "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else "",
+    listed=lambda drawn: drawn.listed("ties", "four", "five", "various", "long"),
     measure="error / tolerance ≤",
+    copyable=True,
 )
 def averages(subject: Subject, workload: Workload) -> Iterator[float]:
     """Every output is the float64 mean of the ranks' gradients, within rounding.
@@ -114,9 +114,9 @@ def _is_plain(claims: Claims, workload: Workload, step: int, index: int) -> bool
 
 
 @property_of(
-    lambda claims: "" if claims.keeps_zeros else "mixes elements",
+    "keeps_zeros",
     workloads=lambda drawn: [drawn.any(masked=0.5)],
-    listed=lambda drawn: [*drawn.various(masked=0.5), *drawn.long(masked=0.5)],
+    listed=lambda drawn: drawn.listed("various", "long", masked=0.5),
 )
 def zero_stays_zero(subject: Subject, workload: Workload) -> None:
     """An element that has been 0 on every rank in every step so far is exactly 0 in the average.
@@ -151,9 +151,7 @@ def _lines(zero: Tensor) -> Tensor:
 
 
 @property_of(
-    lambda claims: unless_lossy(claims) or ("" if claims.exact_rank else "exact for no rank"),
-    listed=lambda drawn: [*drawn.odd(), *drawn.various()],
-    measure="error / tolerance ≤",
+    "exact_rank", listed=lambda drawn: [*drawn.odd(), *drawn.listed("various")], measure="error / tolerance ≤"
 )
 def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
     """Every compressed step averages a mean gradient of rank at most r exactly.
@@ -188,8 +186,8 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
 
 
 @property_of(
-    lambda claims: unless_lossy(claims) or ("no contraction" if claims.contraction is None else ""),
-    listed=lambda drawn: [*drawn.odd(), *drawn.various(), *drawn.long()],
+    "contraction",
+    listed=lambda drawn: [*drawn.odd(), *drawn.listed("various", "long")],
     measure="δ ≥",
     worst=min,
 )
@@ -220,14 +218,15 @@ def contraction(subject: Subject, workload: Workload) -> Iterator[float]:
             given = bucket.means[i] + (bucket.held[i] if claims.error_feedback else 0.0)
             size, lost = float(given.norm()), float((given - bucket.outputs[i]).norm())
             allowed = (math.sqrt(1 - least) + 4 * claims.unit_roundoff(workload.dtype)) * size
-            if lost > allowed + (bucket.rounding[i + 1] if size else 0.0):
+            rounding = bucket.rounding[i + 1] * math.sqrt(given.numel())
+            if lost > allowed + (rounding if size else 0.0):
                 found = 1 - (lost / size) ** 2 if size else -math.inf
                 raise PropertyFailure(
-                    f"step {step}, {bucket.name}: expected ‖M − C(M)‖² ≤ (1 − {least:g}) ‖M‖², "
-                    f"‖M‖ = {size:.6g}{' with what is held back' * bool(i)}; got "
-                    f"‖M − C(M)‖ = {lost:.6g}, δ = {found:.3g}"
+                    f"got {found:.3g}: step {step}, {bucket.name}: expected ‖M − C(M)‖² ≤ (1 − {least:g}) "
+                    f"‖M‖², ‖M‖ = {size:.6g}{' with what is held back' * bool(i)}, "
+                    f"‖M − C(M)‖ = {lost:.6g}"
                 )
-            if size > bucket.rounding[i + 1]:
+            if size > rounding:
                 yield min(1 - (lost / size) ** 2, 1.0)
 
 
@@ -236,17 +235,21 @@ class BucketSteps:
     """The means, outputs and held-back errors of a bucket on a rank, from the first compressed step on.
 
     name: rank, bucket and tensors, for messages.
-    indices: the bucket's tensors.
+    indices, numels: the bucket's tensors, and their numbers of elements.
+    steps: the steps from the first compressed one on.
     means: [step, element], the ranks' mean gradients.
     outputs: [step, element], the hook's averages on this rank.
     held: [steps + 1, element]; held[i] is Σ means − Σ outputs before step i, held[-1] after the last step.
         With error feedback it is the mean of the ranks' errors.
-    rounding: [steps + 1]; rounding[i] is the rounding error allowed in ‖held[i]‖. Every step adds 8 u times
-        the norms of the largest gradient and of the held-back errors before and after the step.
+    rounding: [steps + 1]; rounding[i] is the rounding error allowed at an element of held[i]. Every step adds
+        8 u times the largest elements of the gradients and of the held-back errors before and after the step.
     """
 
     name: str
+    rank: int
     indices: tuple[int, ...]
+    numels: list[int]
+    steps: range
     means: Tensor
     outputs: Tensor
     held: Tensor
@@ -264,32 +267,40 @@ class BucketSteps:
             missing = means - outputs
             held = torch.cat([torch.zeros_like(missing[:1]), missing]).cumsum(0)
             rounding = [0.0]
-            for step, (before, after) in zip(steps, pairwise(held.norm(dim=1).tolist()), strict=True):
-                size = workload.norm(step, *indices) + before + after
-                lost_below = claims.underflow(workload, *indices)
+            largest = held.abs().amax(1).tolist() if held.shape[1] else [0.0] * len(held)
+            lost_below = 2 * workload.world_size * claims.exact(workload.dtype).absolute
+            for step, (before, after) in zip(steps, pairwise(largest), strict=True):
+                size = workload.largest(step, *indices) + before + after
                 rounding.append(rounding[-1] + roundings * size + lost_below)
             name = f"rank {rank}, bucket {bucket} with tensors {list(indices)}"
-            yield cls(name, indices, means, outputs, held, rounding)
+            numels = [workload.numel(index) for index in indices]
+            yield cls(name, rank, indices, numels, steps, means, outputs, held, rounding)
+
+    def tensor_at(self, element: int) -> tuple[int, int]:
+        """Return the tensor that holds an element of the bucket, and the element's place in it."""
+        starts = [0, *accumulate(self.numels)]
+        position = bisect(starts, element) - 1
+        return self.indices[position], element - starts[position]
 
 
-# The number of compressed steps that `unbiased` runs.
-NUM_STEPS = 512
-# The probability that `unbiased` fails an unbiased hook.
-FALSE_ALARM = 1e-6
+# The most compressed steps that `unbiased` runs, and elements of these steps together.
+NUM_STEPS, NUM_ELEMENTS = 512, 1 << 22
 
 
 @property_of(
-    lambda claims: "" if claims.unbiased else unless_lossy(claims) or "biased",
+    "unbiased",
     workloads=lambda drawn: [drawn.small()],
-    listed=lambda drawn: [*drawn.probed(), *drawn.long()],
+    listed=lambda drawn: [drawn.probed(), *drawn.listed("ties", "four", "five", "long", "large")],
     fraction=0.3,
+    copyable=True,
     measure="t ≤",
 )
 def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     """The expectation of the output is the mean.
 
-    Two gradients take turns in 512 steps. So a hook that outputs the previous step's average deviates, too.
-    Each pair of steps is one draw. Draws are independent if the hook draws new random numbers in every step.
+    Two gradients take turns in 512 steps, or fewer if the workload is large. So a hook that outputs the
+    previous step's average deviates, too. Each pair of steps is one draw. Draws are independent if the hook
+    draws new random numbers in every step.
     One half of the draws, chosen at random, yields the direction d of the outputs' deviation from the mean.
     The other half, n draws, yields
 
@@ -303,7 +314,8 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     Yields t.
     """
     claims = subject.claims
-    workload = replace(workload, drift=1.0, period=2, steps=claims.start + NUM_STEPS, zero_steps=0)
+    num_steps = min(NUM_STEPS, NUM_ELEMENTS // workload.numel(*range(len(workload.shapes))) // 4 * 4)
+    workload = replace(workload, drift=1.0, period=2, steps=claims.start + num_steps, zero_steps=0)
     run = subject.finite_run(workload)
     steps = range(claims.start, workload.steps)
     means = [tensor for step in steps[:2] for tensor in workload.mean(step)]
@@ -311,7 +323,7 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     # Tensors may differ by orders of magnitude: each is divided by its own rms.
     unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in means])
     outputs = torch.stack([flat(run.outputs[step][0]) for step in steps])
-    draws = (outputs.view(NUM_STEPS // 2, -1) - mean) / unit
+    draws = (outputs.view(num_steps // 2, -1) - mean) / unit
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(len(draws), generator=generator, dtype=torch.int64, device="cpu")
     first, second = draws[shuffled].chunk(2)
@@ -333,10 +345,12 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
         position = bisect(starts, worst) - 1
         turn, index = divmod(position, len(workload.shapes))
         element = worst - starts[position]
+        expected, got = (float(each[worst]) * num_steps / 2 for each in (mean, average))
         where = f"the {('first', 'second')[turn]} one, {workload.where(index)}, element {element}"
         raise PropertyFailure(
-            f"over {NUM_STEPS} steps with two gradients in turn, {where}: expected "
+            f"over {num_steps} steps with two gradients in turn, {where}: expected "
             f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
-            f"{t:.3g}, allowed {limit:.3g}"
+            f"{t:.3g}, allowed {limit:.3g}",
+            Place(0, steps[turn::2], index, element, expected, got, period=2),
         )
     yield t

@@ -74,7 +74,7 @@ def _refused_signature(hook: Hook) -> str:
     return ""
 
 
-@property_of(listed=lambda drawn: drawn.long())
+@property_of(listed=lambda drawn: drawn.listed("four", "five", "long"), copyable=True)
 def replicas_identical(subject: Subject, workload: Workload) -> None:
     """Every rank has rank 0's outputs, element by element; otherwise the model's replicas diverge."""
     run = subject.run(workload)
@@ -158,6 +158,52 @@ def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison)
             raise PropertyFailure(f"{what}{error} after {workload.poison}") from None
 
 
+@property_of(workloads=lambda drawn: [], listed=lambda drawn: drawn.listed("groups"))
+def stays_in_its_group(subject: Subject, workload: Workload) -> None:
+    """In a world of two disjoint groups, the outputs have the bits of a world with one group.
+
+    The hook's collectives must use the group that make_state was given, not the default group. The first
+    group has the workload's gradients, and the second one has their negatives.
+    """
+    run = subject.run(replace(workload, groups=1))
+    try:
+        other = subject.run(replace(workload, groups=2))
+    except RankError as error:
+        raise PropertyFailure(f"in one of two groups of {workload.world_size} ranks: {error}") from error
+    for expected, got in zip(run.each_output(), other.each_output(), strict=True):
+        require_same(got, expected.average, got.average, "in a world of its own; here is a second group")
+
+
+@property_of(workloads=lambda drawn: [], listed=lambda drawn: drawn.listed("long"))
+def random_state_kept(subject: Subject, workload: Workload) -> None:
+    """The user's random numbers depend on the user's seed, also after a hook.
+
+    A hook that calls torch.manual_seed or random.seed gives the user's program, such as its dropout, the same
+    numbers again. A hook may draw from the global generators, or have its own. The workload is run with two
+    seeds. After every step the program draws a number from torch's generator and one from Python's.
+    """
+    runs = [subject.run(workload, seed=seed) for seed in (0, 1 << 20)]
+    for step, pairs in enumerate(zip(*(run.random_numbers for run in runs), strict=True)):
+        for rank, drawn in enumerate(zip(*pairs, strict=True)):
+            for whose, (one, other) in zip(("torch", "Python"), zip(*drawn, strict=True), strict=True):
+                if one == other:
+                    raise PropertyFailure(
+                        f"step {step}, rank {rank}: expected {whose}'s global generator to go on from the "
+                        f"user's seed; after the hook it draws {one:.6g} whatever the seed was"
+                    )
+
+
+@property_of(workloads=lambda drawn: [], listed=lambda drawn: drawn.listed("groups", groups=1))
+def same_in_processes(subject: Subject, workload: Workload) -> None:
+    """In real processes on gloo, every rank has rank 0's outputs, and they are finite.
+
+    Each process has another PYTHONHASHSEED, so hash(str) and the order of sets differ.
+    """
+    real = replace(subject, ranks="gloo", given=subject.claims)
+    replicas_identical.check(real, workload)
+    real.finite_run(workload)
+
+
 @property_of()
 def deterministic(subject: Subject, workload: Workload) -> None:
     """A second run has the same bits, although its collectives complete at other times.
@@ -170,9 +216,7 @@ def deterministic(subject: Subject, workload: Workload) -> None:
         require_same(second, first.average, second.average, "the first run's")
 
 
-@property_of(
-    lambda claims: "" if claims.scale_equivariant else "not equivariant", measure="difference / tolerance ≤"
-)
+@property_of("scale_equivariant", measure="difference / tolerance ≤")
 def scale_equivariant(subject: Subject, workload: Workload) -> Iterator[float]:
     """Multiplying gradients by a power of two multiplies the outputs by it.
 
@@ -197,9 +241,7 @@ def scale_equivariant(subject: Subject, workload: Workload) -> Iterator[float]:
                 yield _difference(subject.claims, output, output.average, back, whose, underflows)
 
 
-@property_of(
-    lambda claims: "" if claims.rank_symmetric else "not symmetric", measure="difference / tolerance ≤"
-)
+@property_of("rank_symmetric", measure="difference / tolerance ≤")
 def rank_permutation(subject: Subject, workload: Workload) -> Iterator[float]:
     """The outputs don't depend on which rank has which gradients.
 
@@ -213,10 +255,7 @@ def rank_permutation(subject: Subject, workload: Workload) -> Iterator[float]:
     return _differences(subject, workload, order=order[::-1])
 
 
-@property_of(
-    lambda claims: "" if claims.bucket_insensitive else "depends on buckets",
-    measure="difference / tolerance ≤",
-)
+@property_of("bucket_insensitive", measure="difference / tolerance ≤")
 def bucket_insensitive(subject: Subject, workload: Workload) -> Iterator[float]:
     """The outputs don't depend on the assignment of tensors to buckets.
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing.claims import AVERAGES_WITHIN, Claims, claims_of
-from gradcomp.testing.run import MakeState, Ranks, Run, run_hook
+from gradcomp.testing.ranks import RankError, run_ranks
+from gradcomp.testing.run import MakeState, Output, Place, Ranks, Run, run_hook
 from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
@@ -50,6 +52,14 @@ class Subject:
         require_finite(run)
         return run
 
+    def why_not_in_processes(self) -> str:
+        """Return the reason why the hook can't run in other processes; "" if it can."""
+        try:
+            run_ranks(_found, 2, self.hook, self.make_state, ranks="gloo")
+        except (TypeError, RankError) as error:
+            return shorten(f"no processes: {str(error).strip().splitlines()[-1]}", 90, placeholder="…")
+        return ""
+
     def multiple_of_mean(self, workload: Workload) -> float | None:
         """Find the factor c ≠ 1 with outputs = c · means; None if there is none.
 
@@ -73,6 +83,10 @@ class Subject:
         return next((each for each in shown if abs(factor - each) <= near and each != 1), None)
 
 
+def _found(rank: int, process_group: Any, hook: Hook, make_state: MakeState) -> None:
+    """Do nothing: arguments have been found by name in this process."""
+
+
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     """Join tensors to a vector in float64."""
     return torch.cat([tensor.double().flatten() for tensor in tensors])
@@ -86,17 +100,20 @@ class Property:
     """A property of hooks, and the search for a workload on which a hook lacks it.
 
     check(subject, workload): yields measured values, if any. Raises PropertyFailure if the property fails.
-    unclaimed(claims): the reason why the property doesn't apply to a hook; "" if it applies. None if it
-        applies to every hook.
+    claim: the field of Claims that promises the property; "" if every hook has to have it.
+    unclaimed(claims): another reason why the property doesn't apply to a hook; "" if there is none. None if
+        there is never another one.
     workloads(drawn): strategies that draw workloads.
     listed(drawn): workloads to try besides the drawn ones.
     fraction: the fraction of max_examples to draw; less than 1 for expensive properties.
     measure: the name of the measured value.
     worst(values): chooses the worst of measured values.
     explains: the exceptions that other properties raise if this one fails.
+    copyable: whether the sum of an element's averages in a plain run shows the failure.
     """
 
     check: Check
+    claim: str = ""
     unclaimed: Callable[[Claims], str] | None = None
     workloads: Callable[[Drawn], Sequence[SearchStrategy[Workload]]] = lambda drawn: [drawn.any()]
     listed: Callable[[Drawn], Iterable[Workload]] = lambda drawn: ()
@@ -104,6 +121,7 @@ class Property:
     measure: str = ""
     worst: Callable[[list[float]], float] = max
     explains: tuple[type[AssertionError], ...] = ()
+    copyable: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.check.__doc__)
@@ -111,6 +129,13 @@ class Property:
     @property
     def name(self) -> str:
         return self.check.__name__
+
+    def reason(self, subject: Subject) -> str:
+        """Return the reason why the property doesn't apply to a hook; "" if it applies."""
+        value = getattr(subject.claims, self.claim) if self.claim else True
+        if value is None or value is False:
+            return f"{self.claim} is {value}"
+        return self.unclaimed(subject.claims) if self.unclaimed else ""
 
     def __call__(
         self,
@@ -129,29 +154,28 @@ class Property:
 
         Raises PropertyFailure, its message beginning with the property's name.
         """
-        if self.unclaimed is not None and self.unclaimed(subject.claims):
+        if self.reason(subject):
             return None
         try:
             values = list(self.check(subject, workload) or ())
             return self.worst(values) if values else None
         except PropertyFailure as failure:
-            failure.args = (f"{self.name}: {failure}",)
+            claimed = f"claimed {self.claim} {getattr(subject.claims, self.claim)}; " if self.claim else ""
+            failure.args = (f"{self.name}: {claimed}{failure}",)
             raise
 
 
-def property_of(
-    unclaimed: Callable[[Claims], str] | None = None, **search: Any
-) -> Callable[[Check], Property]:
+def property_of(claim: str = "", **search: Any) -> Callable[[Check], Property]:
     """Make a property of the decorated check; for the arguments see Property."""
-    return lambda check: Property(check, unclaimed, **search)
-
-
-def unless_lossy(claims: Claims) -> str:
-    return "" if claims.is_lossy else "averages"
+    return lambda check: Property(check, claim, **search)
 
 
 class PropertyFailure(AssertionError):  # noqa: N818
-    """The hook claims a property that fails on this workload."""
+    """The hook claims a property that fails on this workload. place: an element that shows it, if any."""
+
+    def __init__(self, message: str, place: Place | None = None) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class NonFiniteFailure(PropertyFailure):
@@ -169,18 +193,19 @@ def require_finite(run: Run, first_step: int = 0) -> None:
             )
 
 
-def require_same(where: object, expected: Tensor, got: Tensor, whose: str) -> None:
+def require_same(where: Output, expected: Tensor, got: Tensor, whose: str) -> None:
     """Raise PropertyFailure unless all elements are equal; NaN equals NaN."""
     same = (expected == got) | (expected.isnan() & got.isnan())
     if not same.all():
         i = int((~same).flatten().nonzero()[0])
         raise PropertyFailure(
             f"{where}, element {i}: expected {expected.flatten()[i].item()!r} ({whose}), got "
-            f"{got.flatten()[i].item()!r}; {int((~same).sum())} of {got.numel()} elements differ"
+            f"{got.flatten()[i].item()!r}; {int((~same).sum())} of {got.numel()} elements differ",
+            where.place(i, expected, got),
         )
 
 
-def require_close(where: object, expected: Tensor, got: Tensor, allowed: Tensor, whose: str) -> float:
+def require_close(where: Output, expected: Tensor, got: Tensor, allowed: Tensor, whose: str) -> float:
     """Compute the largest |got − expected| / allowed. Raises PropertyFailure if it is above 1."""
     if not got.numel():
         return 0.0
@@ -190,7 +215,8 @@ def require_close(where: object, expected: Tensor, got: Tensor, allowed: Tensor,
     if ratio[worst] > 1:
         raise PropertyFailure(
             f"{where}, element {worst}: expected {expected.flatten()[worst].item():.9g} ({whose}), "
-            f"got {got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}"
+            f"got {got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}",
+            where.place(worst, expected, got),
         )
     return float(ratio[worst])
 

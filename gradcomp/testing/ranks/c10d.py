@@ -58,6 +58,9 @@ class Identity:
 
     def __enter__(self) -> Identity:
         self._caller = (distributed_c10d._world, torch.default_generator.get_state())
+        self._name_of = name_of = distributed_c10d._process_group_name
+        # Groups that only their members make are named by a hash of the ranks, which is equal on these ranks.
+        distributed_c10d._process_group_name = lambda ranks, **_: name_of(ranks, use_hashed_name=False)
         return self
 
     def become(self, rank: int) -> None:
@@ -72,6 +75,7 @@ class Identity:
     def __exit__(self, *_: Any) -> None:
         self._left = True  # threads that could not be ended must not change the rank
         distributed_c10d._world, random = self._caller
+        distributed_c10d._process_group_name = self._name_of
         torch.default_generator.set_state(random)
         for world in self._worlds:
             for group, name in world.pg_names.items():

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,8 @@ class _Rank:
         self.stack = folder / f"stack-{rank}"
         # daemon: the process ends when this one does.
         self.process = context.Process(target=_serve, args=(theirs, rank, self.stack), daemon=True)
-        self.process.start()
+        with mock.patch.dict(os.environ, PYTHONHASHSEED=str(rank + 1)):
+            self.process.start()
         theirs.close()
 
     def kill(self) -> None:

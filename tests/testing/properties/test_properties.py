@@ -29,26 +29,29 @@ def done(value):
     return future
 
 
-def mean(tensor):
-    dist.all_reduce(tensor.div_(dist.get_world_size()))
+def mean(tensor, group):
+    dist.all_reduce(tensor.div_(group.size()), group=group)
     return tensor
 
 
 def local(change):
     """Make a hook that averages `change(buffer)` of every rank's bucket."""
-    return lambda state, bucket: done(mean(change(bucket.buffer())))
+    return lambda state, bucket: done(mean(change(bucket.buffer()), state))
 
 
 def after(change):
     """Make a hook that returns `change(mean, bucket)`."""
-    return lambda state, bucket: done(change(mean(bucket.buffer()), bucket))
+    return lambda state, bucket: done(change(mean(bucket.buffer(), state), bucket))
 
 
 class Halves:
     """A compressor that sends half of gradient + error and keeps the other half."""
 
     def __init__(self, process_group=None):
-        self.errors = {}
+        self.errors, self.process_group = {}, process_group
+
+    def __getstate__(self):
+        return vars(self) | {"process_group": None}
 
     def kept(self, total):
         return total / 2
@@ -57,7 +60,7 @@ class Halves:
         total = bucket.buffer() + self.errors.get(bucket.index(), 0)
         # The error has the size of `total`, and is finite even if `total` isn't.
         self.errors[bucket.index()] = self.kept(total).nan_to_num(0, 0, 0)
-        return done(mean(total / 2))
+        return done(mean(total / 2, self.process_group))
 
 
 class Forgetful(Halves):
@@ -73,7 +76,7 @@ class Hoarder(Halves):
 
 class LosesErrors(Halves):
     def __getstate__(self):
-        return {"errors": {}}
+        return super().__getstate__() | {"errors": {}}
 
 
 def call(state, bucket):
@@ -95,7 +98,7 @@ count = itertools.count()
 def raise_on_rank_1(state, bucket):
     if dist.get_rank() == 1:
         raise OSError("no such device")
-    return done(mean(bucket.buffer()))
+    return done(mean(bucket.buffer(), state))
 
 
 def from_rank_0(state, bucket):
@@ -174,14 +177,14 @@ FAILURES = [
         local(torch.neg),
         None,
         LOSSY,
-        r"bucket 0 with tensors \[2, 1\]: expected .* got .* δ = -3",
+        r"claimed contraction 0.0; got -3: step 0, rank 0, bucket 0 with tensors \[2, 1\]: expected",
     ),
     (
         "contraction",
         local(lambda b: b * 0.4),
         None,
         replace(LOSSY, contraction=0.75),
-        r"\(1 − 0.75\).* δ = 0.64",
+        r"claimed contraction 0.75; got 0.64: .*\(1 − 0.75\)",
     ),
     (
         "exact_up_to_rank",
@@ -231,7 +234,7 @@ FAILURES = [
         call,
         Forgetful,
         HALVES,
-        r"before 8 steps with zero gradients .* was .*; expected at most",
+        r"expected Σ outputs = Σ mean gradients = .* in the last \d+ steps, with zero gradients, only",
     ),
     (
         "no_error_where_exact",
@@ -261,7 +264,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("name", "hook", "make_state", "claims", "message"), FAILURES)
 def test_a_failure_says_where_and_what(name, hook, make_state, claims, message):
-    workload = replace(WORKLOAD, zero_steps=8) if name == "held_back_comes_out" else WORKLOAD
+    workload = replace(WORKLOAD, zero_steps=40) if name == "held_back_comes_out" else WORKLOAD
     if name == "zero_stays_zero" or message.startswith("every element"):
         workload = Workload(((40, 50),), steps=2, noise=0.1, drift=1.0, masked=0.5)
     if message.startswith("got nan"):
@@ -270,7 +273,8 @@ def test_a_failure_says_where_and_what(name, hook, make_state, claims, message):
         getattr(properties, name)(hook, make_state, workload, claims=claims)
 
 
-@pytest.mark.parametrize("name", properties.__all__)
+# These hooks can't be pickled: tests/testing/test_wrong_hooks.py has one in processes.
+@pytest.mark.parametrize("name", sorted(set(properties.__all__) - {"same_in_processes"}))
 def test_sound_hooks_hold_them(name):
     """Each property returns its measured value, or None if it isn't claimed."""
     check = getattr(properties, name)
@@ -290,7 +294,7 @@ def test_sound_hooks_hold_them(name):
 
 def test_unbiased_hooks_are_not_failed_and_small_biases_are_found():
     def rounded(state, bucket, bias=0.0):
-        return done(mean((bucket.buffer() * 2 + torch.rand(bucket.buffer().shape) + bias).floor() / 2))
+        return done(mean((bucket.buffer() * 2 + torch.rand(bucket.buffer().shape) + bias).floor() / 2, state))
 
     claims = replace(LOSSY, unbiased=True)
     for seed in range(8):

@@ -1,0 +1,116 @@
+"""Wrong hooks as inventors write them. Each fails in some worlds, sizes, dtypes, steps or gradients only.
+
+`hook` of tests.testing.compressors runs them.
+"""
+
+import torch
+import torch.distributed as dist
+
+from tests.testing.compressors import RandomK, TopK
+from tests.testing.right_hooks import StaleThreshold
+
+
+class TailNeverSent(RandomK):
+    """The elements after the last whole block of 1,024 are never sent."""
+
+    def permutation(self, numel):
+        return super().permutation(numel if numel < 1024 else numel // 1024 * 1024)
+
+
+class SixteenBitIndices(RandomK):
+    def permutation(self, numel):
+        return super().permutation(numel).to(torch.int16).long() % numel
+
+
+class SixteenBitTopK(TopK):
+    def indices(self, total):
+        return super().indices(total).to(torch.int16).long() % max(1, total.numel())
+
+
+class SeedsTheGlobalGenerator(RandomK):
+    def permutation(self, numel):
+        torch.manual_seed(self.step)
+        return torch.randperm(numel)
+
+
+class ErrorLostAfterWarmUp(RandomK):
+    def total(self, gradient, error):
+        return super().total(gradient, torch.zeros_like(error) if self.step == 40 else error)
+
+
+class ErrorTwiceUnderNoSync(TopK):
+    """The error is added in every backward pass, and DDP averages after the last one only."""
+
+    def start(self, bucket):
+        for position, parameter in enumerate(bucket.parameters()):
+            key = self.key(bucket, position)
+            if key not in self.errors:
+                parameter.register_hook(lambda gradient, key=key: gradient + self.errors.get(key, 0))
+        return super().start(bucket)
+
+    def total(self, gradient, error):
+        return gradient.clone()
+
+
+class SeedFromAString(RandomK):
+    def permutation(self, numel):
+        seed = self.step + (hash("random-k") & 0xFFFF)
+        return torch.randperm(numel, generator=torch.Generator().manual_seed(seed))
+
+
+class ErrorInFp32(TopK):
+    def sound(self, error):
+        return super().sound(error).float().to(error.dtype)
+
+
+class DividedByTwo(RandomK):
+    def mean(self, tensor):
+        dist.all_reduce(tensor.div_(2), group=self.process_group)
+        return tensor
+
+
+class FifthRankSkipped(TopK):
+    def gathered(self, *tensors):
+        return super().gathered(*tensors)[:4]
+
+
+class FourthRankSkipped(TopK):
+    def gathered(self, *tensors):
+        return super().gathered(*tensors)[:3]
+
+
+class DefaultGroup(TopK):
+    def gathered(self, *tensors):
+        group, self.process_group = self.process_group, dist.group.WORLD
+        received = super().gathered(*tensors)
+        self.process_group = group
+        return received
+
+
+class PaddingErases(StaleThreshold):
+    """A rank that sends fewer elements pads with (index 0, value 0), which overwrites its own element 0."""
+
+    reuse = 1
+
+    def add(self, output, indices, values):
+        dense = torch.zeros_like(output)
+        dense[indices] = values
+        output += dense
+
+
+# By the property that must find it.
+WRONG = {
+    TailNeverSent: "held_back_comes_out",
+    SixteenBitIndices: "held_back_comes_out",
+    SixteenBitTopK: "held_back_comes_out",
+    SeedsTheGlobalGenerator: "random_state_kept",
+    ErrorLostAfterWarmUp: "held_back_comes_out",
+    ErrorTwiceUnderNoSync: "held_back_comes_out",
+    SeedFromAString: "same_in_processes",
+    ErrorInFp32: "held_back_comes_out",
+    DividedByTwo: "held_back_comes_out",
+    FifthRankSkipped: "held_back_comes_out",
+    FourthRankSkipped: "held_back_comes_out",
+    DefaultGroup: "stays_in_its_group",
+    PaddingErases: "held_back_comes_out",
+}
