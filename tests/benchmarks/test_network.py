@@ -321,7 +321,8 @@ def test_the_page_of_fsdp2_has_the_recorded_times():
             of_name = report.of(rows, hook=name, ranks_per_host=count)
             sent = statistics.median(row["sent_bytes_per_step"] for row in of_name)
             cells.append(f"{sent / 1e6:.1f} MB")
-            for link in report.in_order((row["mbit_per_s"], row["delay_ms"]) for row in of_name):
+            links = report.in_order((row["mbit_per_s"], row["delay_ms"]) for row in of_name)
+            for link in links[: 4 // count]:  # with two ranks per host, those of 200 Mbit/s
                 times = [row["step_ms"] for row in report.of(of_name, mbit_per_s=link[0], delay_ms=link[1])]
                 cells.append(f"{statistics.median(times):,.0f}")
         assert f"| {name.replace(':', ', ')} | {' | '.join(cells)} |" in page
