@@ -13,9 +13,11 @@ WORKERS ?= 2
 # One thread per process for torch: ranks share the cores already.
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# Tests that take long, because they run whole programs or compile for GPUs, or that need more than pytest.
-PROGRAMS := tests/bench tests/benchmarks tests/docs tests/frameworks tests/kernels/test_compiled.py \
-	tests/house/test_project_files.py tests/house/test_wheel.py tests/plan/test_plan_command.py
+# Tests that take long, because they run whole programs, train sharded models or compile for GPUs, or that need more
+# than pytest.
+PROGRAMS := tests/bench tests/benchmarks tests/docs tests/frameworks tests/fsdp tests/kernels/test_compiled.py \
+	tests/house/test_project_files.py tests/house/test_wheel.py tests/plan/test_plan_command.py \
+	tests/testing/test_wrong_hooks.py
 
 .PHONY: demo accuracy test test-programs test-other-tritons lint format docs bench bench-network gpu-check dist check-dist clean help
 
@@ -31,7 +33,7 @@ accuracy: $(VENV)/accuracy-ready  ## train two models to the end with every hook
 test: $(VENV)/test-ready ## the library's tests
 	$(PYTEST) $(PROGRAMS:%=--ignore=%) $(ARGS)
 
-test-programs: $(VENV)/dev-ready  ## the tests of commands, benchmarks, recipes for frameworks, the documentation and compiled kernels
+test-programs: $(VENV)/dev-ready  ## the tests of commands, benchmarks, FSDP2, frameworks, the documentation and compiled kernels
 	$(PYTEST) $(PROGRAMS) $(ARGS)
 
 test-other-tritons: $(OTHER_TRITONS:%=$(VENV)/triton-%)  ## the kernels on their smallest shapes, under other Tritons than torch's
