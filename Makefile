@@ -13,11 +13,11 @@ WORKERS ?= 2
 # One thread per process for torch: ranks share the cores already.
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# Tests that take long, because they run whole programs, train sharded models or compile for GPUs, or that need more
-# than pytest.
+# Tests that take long, because they run whole programs, train sharded models, search for planted bugs or compile for
+# GPUs, or that need more than pytest.
 PROGRAMS := tests/bench tests/benchmarks tests/docs tests/frameworks tests/fsdp tests/kernels/test_compiled.py \
 	tests/house/test_project_files.py tests/house/test_wheel.py tests/plan/test_plan_command.py \
-	tests/testing/test_wrong_hooks.py
+	tests/testing/test_mutants.py tests/testing/test_wrong_hooks.py
 
 .PHONY: demo accuracy test test-programs test-other-tritons lint format docs bench bench-network gpu-check dist check-dist clean help
 
