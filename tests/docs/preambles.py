@@ -76,13 +76,7 @@ step, run = 99, SimpleNamespace(log=lambda values, step: None)
     ("docs/checkpoints.md", 9): "",
 }
 
-AFTER = {
-    ("docs/hooks.md", 2): "ddp_model.register_comm_hook(None, in_blocks_of_128)",
-    ("docs/testing.md", 3): """
-from hypothesis import settings
-settings(max_examples=3, deadline=None)(test_replicas)()
-""",
-}
+AFTER = {("docs/hooks.md", 2): "ddp_model.register_comm_hook(None, in_blocks_of_128)"}
 
 # Replacements in a page's code, for two ranks on a machine without GPUs.
 INSTEAD = {
@@ -91,11 +85,10 @@ INSTEAD = {
 }
 
 # Blocks that simulate ranks themselves, or need none: they run in a process without a group.
-WITHOUT_GROUP = {("README.md", 1), *(("docs/testing.md", number) for number in range(5)), ("docs/plan.md", 0)}
+WITHOUT_GROUP = {("README.md", 1), *(("docs/testing.md", number) for number in range(4)), ("docs/plan.md", 0)}
 
 # Python that other tests run.
 RUN_ELSEWHERE = {
-    ("docs/testing.md", 5): "tests/testing/test_documentation.py",
     ("docs/new_compressor.md", 2): "tests/compress/test_new_compressor.py",
     # One script, block after block.
     **{("docs/quick_start.md", number): "tests/docs/test_quick_start.py" for number in range(5)},
