@@ -64,22 +64,28 @@ def hooks_named(text: str) -> tuple[NamedHook, ...]:
     return tuple(dict.fromkeys([NamedHook.named("none"), *named]))
 
 
-def load_callable(name: str) -> Callable[[], Any]:
-    """Return the callable of `module:callable`, which raises ValueError if it fails.
+def find_callable(name: str, what: str) -> Callable[..., Any]:
+    """Return the callable of `module:callable`. Raises ValueError if there is none.
 
-    Raises ValueError if there is none.
+    what: the callable's purpose in one word, for messages.
     """
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(f"model {name!r}: module {module!r} can't be imported: {error}") from error
+        raise ValueError(f"{what} {name!r}: module {module!r} can't be imported: {error}") from error
     except (Exception, SystemExit) as error:
-        raise ValueError(f"model {name!r}: module {module!r} fails: {in_words(error)}") from error
-    function = getattr(found, attribute, None)
+        raise ValueError(f"{what} {name!r}: module {module!r} fails: {in_words(error)}") from error
+    function: Any = getattr(found, attribute, None)
     if not callable(function):
-        what = "not callable" if hasattr(found, attribute) else "not there"
-        raise ValueError(f"model {name!r}: {attribute!r} of module {module!r} is {what}")
+        problem = "not callable" if hasattr(found, attribute) else "not there"
+        raise ValueError(f"{what} {name!r}: {attribute!r} of module {module!r} is {problem}")
+    return function  # type: ignore[no-any-return]
+
+
+def load_callable(name: str) -> Callable[[], Any]:
+    """Return the callable of a model, which raises ValueError if it fails. See find_callable."""
+    function = find_callable(name, "model")
 
     def call() -> Any:
         try:

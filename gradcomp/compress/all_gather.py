@@ -36,8 +36,8 @@ class ShardGather:
     bits: 8 or 4, or 16: bfloat16, without scales.
     block_size: elements that share a scale.
 
-    layout: the blocks of all ranks' shards, a row of the payload each. With nodes these are the rows of place
-        0 on all nodes, then those of place 1, and so on.
+    layout: the blocks of all ranks' shards, a row of the payload each. With nodes the rows are sorted by
+        place: first place 0 of every node, then place 1 of every node.
 
     Several gathers may be under way at a time.
     """
@@ -66,7 +66,7 @@ class ShardGather:
     def start(self, shard: Tensor, out: Tensor, group: dist.ProcessGroup, name: str) -> dist.Work:
         """Start to gather this rank's shard, [n]. wait() writes all shards to out, [world size · n].
 
-        name: what is gathered, for messages.
+        name: the tensors' name in messages.
         """
         return _GatherWork(self._plan(out.dtype, out.device), shard, out, group, self.ranks_per_node, name)
 

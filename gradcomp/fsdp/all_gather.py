@@ -12,20 +12,20 @@ from gradcomp.compress.all_gather import ShardGather
 from gradcomp.rules import BLOCK_SIZE, WEIGHT_BITS, described
 
 from .checks import checked_groups, require_agreement, require_default, require_methods
-from .param_groups import ParamGroup
+from .param_groups import Collective, ParamGroup
 
 _WHOSE = "compress_all_gather"
 
 
-class CompressedAllGather:
+class CompressedAllGather(Collective):
     """The all-gather of one parameter group, with the methods of torch's AllGather.
 
     gather: of the group's shards.
 
-    Gathers exactly, as torch does: what isn't the group's parameters in one floating-point dtype, as with
-    fsdp_pre_all_gather, and what was dequantized in forward and then sharded over fewer ranks
-    (reshard_after_forward=2). To quantize that again would round twice, and forward and backward would
-    compute with different weights.
+    Two sorts of tensors are gathered exactly, by torch's all-gather. Tensors with fsdp_pre_all_gather, and
+    parameters of several dtypes, aren't shards in one floating-point dtype. Weights that forward has
+    dequantized and sharded over fewer ranks (reshard_after_forward=2) would be rounded twice, and backward
+    would compute with other weights than forward.
     """
 
     def __init__(self, param_group: ParamGroup, gather: ShardGather):
@@ -34,11 +34,6 @@ class CompressedAllGather:
     def install(self) -> None:
         """Gather through it from now on."""
         self.param_group.install_all_gather(self)
-
-    @torch.inference_mode(False)
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate an output, uninitialized."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -53,7 +48,7 @@ class CompressedAllGather:
 
         input_tensor: [n], this rank's padded parameters, one after another; a view of output_tensor.
         output_tensor: [ranks · n], in the same dtype.
-        async_op: return a Work, whose wait() dequantizes. Otherwise the current stream does it.
+        async_op: return a Work. Its wait() dequantizes. Otherwise the current stream dequantizes.
         """
         group_of_params, numel = self.param_group, self.gather.layout.numel
         if (
@@ -86,11 +81,11 @@ def compress_all_gather(
 ) -> None:
     """Send the weights of a model that FSDP2 shards in 8 bits when they are all-gathered.
 
-    Each rank quantizes its shard, with one scale for each block. All ranks, the owner too, compute with what
-    is dequantized, so forward and backward have the same weights on every rank. The optimizer's shards stay
+    Each rank quantizes its shard, with one scale for each block. All ranks, the owner too, compute with the
+    dequantized weights, so forward and backward have equal weights on every rank. The optimizer's shards stay
     exact, so nothing is lost from step to step, and no errors are kept.
 
-    Vectors and tensors whose shards are smaller than a block are gathered exactly, in the same message.
+    Vectors, and tensors with shards smaller than a block, are gathered exactly in the same message.
 
     model: after fully_shard, called for the model itself, too.
     bits: 8, or 16: bfloat16. In a param_dtype of 16 bits, 16 changes nothing.

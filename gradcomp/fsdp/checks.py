@@ -100,7 +100,7 @@ def options_of(state: CompressorState | None) -> dict[str, Any]:
 def require_agreement(
     whose: str, groups: list[ParamGroup], replicate_group: dist.ProcessGroup | None, options: dict[str, Any]
 ) -> None:
-    """Raise RuntimeError on every rank of the model unless all have the same modules, shapes and options.
+    """Raise RuntimeError on every rank of the model unless all have equal modules, shapes and options.
 
     First the ranks of each shard mesh are compared, then the replicas, with the first comparison's errors:
     ranks that differ anywhere in the grid differ in one of the two comparisons.

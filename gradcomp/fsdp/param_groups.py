@@ -18,6 +18,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 _ENDS = ("_root_post_backward_final_callback", "finalize_backward")
 
 
+class Collective:
+    """The method that torch's AllGather and ReduceScatter share."""
+
+    @torch.inference_mode(False)
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate an input or output, uninitialized."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
 class ParamGroup:
     """The parameters of an FSDP module: FSDP2 reduces their gradients together, in one flat tensor.
 
@@ -114,7 +123,7 @@ class ParamGroup:
 
     @property
     def has_extensions(self) -> bool:
-        """True if a parameter's tensor chooses by itself what is gathered: fsdp_pre_all_gather."""
+        """True if a parameter's tensor has fsdp_pre_all_gather, which returns the tensors to gather."""
         locals_ = (each._sharded_local_tensor for each in self._group.fsdp_params)
         return any(hasattr(each, "fsdp_pre_all_gather") for each in locals_)
 

@@ -20,12 +20,12 @@ from .checks import (
     require_default,
     require_methods,
 )
-from .param_groups import ParamGroup, call_after_backward
+from .param_groups import Collective, ParamGroup, call_after_backward
 
 _WHOSE = "compress_reduce_scatter"
 
 
-class CompressedReduceScatter:
+class CompressedReduceScatter(Collective):
     """The reduce-scatter of one parameter group, with the methods of torch's ReduceScatter.
 
     index: the group's index in the model, which its bucket gets.
@@ -34,10 +34,6 @@ class CompressedReduceScatter:
     def __init__(self, index: int, param_group: ParamGroup, sums: Averager):
         self._index, self._param_group, self._sums = index, param_group, sums
         self._group = param_group.reduce_scatter_group
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate an input or output, uninitialized."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     @torch.no_grad()
     def __call__(
@@ -116,7 +112,7 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
 def check_reduce_scatter(model: Any, state: CompressorState) -> tuple[list[ParamGroup], dist.ProcessGroup]:
     """Return (the model's parameter groups, their process group).
 
-    Raises compress_reduce_scatter's errors, but those of unlike ranks.
+    Raises compress_reduce_scatter's errors, except the errors about ranks that differ.
     """
     groups = checked_groups(_WHOSE, model)
     require_default(_WHOSE, groups, "reduce_scatter")

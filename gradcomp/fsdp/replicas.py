@@ -120,7 +120,10 @@ def compress_replicas(
 def check_replicas(
     model: Any, replicate_group: dist.ProcessGroup, state: CompressorState | None
 ) -> list[ParamGroup]:
-    """Return the model's parameter groups. Raises compress_replicas' errors, but those of unlike ranks."""
+    """Return the model's parameter groups.
+
+    Raises compress_replicas' errors, except the errors about ranks that differ.
+    """
     if replicate_group is None:
         raise TypeError(f"{_WHOSE} takes the replicas' process group as its replicate_group, got None")
     require_group(_WHOSE, replicate_group, "replicate_group")

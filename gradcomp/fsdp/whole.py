@@ -25,8 +25,8 @@ def compress_fsdp(
 ) -> None:
     """Compress the weights and gradients of a model that FSDP2 shards.
 
-    The same as compress_all_gather and compress_reduce_scatter, and with replica_state compress_replicas.
-    Logs a line for each parameter group: which of its elements are compressed.
+    Calls compress_all_gather, compress_reduce_scatter and, with replica_state, compress_replicas. Logs a line
+    for each parameter group: how many of its elements are compressed.
 
     model: after fully_shard, called for the model itself, too.
     state: a QuantizationState for the gradients between shards. Its block_size and ranks_per_node are the
@@ -34,7 +34,7 @@ def compress_fsdp(
     weight_bits: 8 or 16; see compress_all_gather.
     replica_state: for a 1-D shard mesh, the state whose process group averages between replicas; see
         compress_replicas. None: there are none, or they are of a 2-D mesh, and torch averages exactly.
-    ignored: modules and parameters whose weights are gathered exactly.
+    ignored: modules and parameters that are gathered exactly.
 
     Call it on every rank, before training. Raises the errors of these functions.
 

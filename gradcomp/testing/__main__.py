@@ -2,35 +2,35 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
-from pydoc import locate
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from gradcomp.command_line import OneLineParser, find_callable, positive_int
 from gradcomp.testing.check import PROPERTIES, check_hook
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
-def _object(name: str) -> Any:
-    """Import module:name."""
-    if (found := locate(name.replace(":", "."))) is None:
-        raise argparse.ArgumentTypeError(f"{name} can't be imported; the form is module:name")
-    return found
+def _named(text: str) -> Callable[..., Any]:
+    try:
+        return find_callable(text, "name")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print check_hook's report; return 1 if a property fails."""
     description = "Check a communication hook's properties on simulated ranks, and print the report."
-    parser = argparse.ArgumentParser(prog="python -m gradcomp.testing", description=description)
-    parser.add_argument("hook", type=_object, help="the hook, as module:name")
+    parser = OneLineParser(prog="python -m gradcomp.testing", description=description)
+    parser.add_argument("hook", type=_named, help="the hook, as module:name")
     text = "the function or class that makes a rank's state from its process group, as module:name"
-    parser.add_argument("make_state", type=_object, nargs="?", help=text)
+    parser.add_argument("make_state", type=_named, nargs="?", help=text)
     text = "number of ranks (default: 2 and 3, and 4 and 5 in some workloads)"
-    parser.add_argument("--world-size", type=int, metavar="W", help=text)
+    parser.add_argument("--world-size", type=positive_int, metavar="W", help=text)
     text = "workloads drawn for each property (default: 25)"
-    parser.add_argument("--examples", type=int, default=25, metavar="N", help=text)
+    parser.add_argument("--examples", type=positive_int, default=25, metavar="N", help=text)
     text = "a dtype of the gradients; can be given several times (default: float32, float64)"
     parser.add_argument("--dtype", action="append", choices=DTYPES, metavar="DTYPE", help=text)
     text = "check this property only; can be given several times: " + ", ".join(p.name for p in PROPERTIES)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradcomp.testing.run import Place
-from gradcomp.testing.workload import RecordedWorkload, Shape, Workload
+from gradcomp.testing.workload import RecordedWorkload, Workload
 
 TEST = """\
 import torch, torch.distributed as dist
@@ -45,29 +45,29 @@ DRAWS = (
 
 
 def drawn_anew(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yield the workload with gradients that a test can draw: in words of the test, and as a workload."""
+    """Yield the workload with gradients that a test can draw, behind the test's expression for them."""
     for draw in DRAWS:
         ranks = range(workload.world_size)
         steps = range(max(2, workload.steps))
-        recorded = [
-            [[_draw(draw, shape, 1000 * step + rank) for shape in workload.shapes] for rank in ranks]
-            for step in steps
+        like = [torch.zeros(shape, dtype=workload.dtype, device="cpu") for shape in workload.shapes]
+        drawn = [
+            [[_drawn(draw, each, 1000 * step + rank) for each in like] for rank in ranks] for step in steps
         ]
-        typed = [[[each.to(workload.dtype) for each in of] for of in step] for step in recorded]
         kept = {
             name: getattr(workload, name) for name in ("zero_steps", "rearranged", "accumulated", "device")
         }
-        yield draw, replace(RecordedWorkload.of(typed, workload.buckets), noise=1.0, **kept)
+        yield draw, replace(RecordedWorkload.of(drawn, workload.buckets), noise=1.0, **kept)
 
 
-def _draw(draw: str, shape: Shape, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if draw == DRAWS[0]:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return torch.randint(-1, 2, shape, generator=generator, dtype=torch.int64, device="cpu")
+def _drawn(draw: str, like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return the gradient that the test draws for a parameter, by the test's own expression."""
+    names = {"torch": torch, "p": like, "g": torch.Generator().manual_seed(seed)}
+    gradient: torch.Tensor = eval(draw, names)
+    return gradient
 
 
 def is_importable(*objects: Any) -> bool:
+    """Return whether all objects have names that a module can import. None counts as one that has."""
     return all("<" not in getattr(each, "__qualname__", "<") for each in objects if each is not None)
 
 

@@ -61,7 +61,7 @@ def _quantize_kernel(
             values = tl.where(tl.abs(total) < float("inf"), total, values)
         else:
             error = error_ptr + tl.load(work + 8) * SIZE
-            mask &= is_own
+            mask = tl.where(is_own, mask, False)
         codes, scale, lost = encode(values, BITS, LIMIT)
         store_codes(codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), codes, third, BLOCKS, SIZE, BITS)
         store_scales(payload_ptr, tl.load(work + 6), scale, third, BLOCKS)

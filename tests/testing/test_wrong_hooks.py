@@ -72,7 +72,7 @@ def test_the_command_line(capsys):
     assert "expected torch's global generator to go on from the user's seed" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["nothing:here"])
-    assert "nothing:here can't be imported; the form is module:name" in capsys.readouterr().err
+    assert "name 'nothing:here': module 'nothing' can't be imported" in capsys.readouterr().err
 
 
 def test_a_hook_that_is_no_average_needs_claims():

@@ -86,6 +86,7 @@ def check(gather, bits, dtype, device, monkeypatch, lead=0):
             assert torch.equal(expected[part.in_bucket], values)
 
 
+@pytest.mark.smallest
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gathers_in_every_dtype(dtype, device, monkeypatch):
     check(gather_of(8, (4, 2)), 8, dtype, device, monkeypatch)
