@@ -42,6 +42,7 @@ from gradcomp.hooks.named_hooks import NamedHook
 MODELS = ("mlp", "gpt")
 OTHER_MODELS = ("mlp12",)
 OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
+TORCHS_NAME = "torch:"  # begins the names of torch's hooks in --only
 TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
 # 20 local steps between exchanges; with a delay an exchange is under way during five of them.
 LOCAL_NAME = "local:"  # begins their names in --only
@@ -53,14 +54,7 @@ SHARDED_NAME = "fsdp2:"  # begins their names in --only
 SHARDED = ("fp32:fp32", "bf16:fp32", "bf16:bf16", "fp32:int4", "int8:16bit", "int8:int8", "int8:int4")
 WRAPPERS = {LOCAL_NAME: "local steps", SHARDED_NAME: "fsdp2"}
 # Trained to a validation loss on torch's DDP: (made by, hook).
-TO_LOSS = (
-    *(
-        ("gradcomp", hook)
-        for hook in ("none", "fp16", "int8", "int4", "powersgd:4", "powersgd:4:int8:start4")
-    ),
-    ("gradcomp", "powersgd:8:int8:start4"),
-    ("torch", "fp16"),
-)
+TO_LOSS = (*(("gradcomp", hook) for hook in (*CANDIDATES, "auto")), ("torch", "fp16"))
 START_ITER = 10  # PowerSGD's plain steps on the way to a loss
 MAX_STEPS = 600
 SPARE_S = 60  # for what a job does besides its steps
@@ -107,9 +101,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "only hooks that start with these names, comma-separated (default: every hook)"
     parser.add_argument("--hooks", default="", help=text)
     text = (
-        "exactly these hooks of gradcomp's, on torch's wrapper, comma-separated: also auto (timed after its "
-        "choice), allreduce, powersgd:8:bf16 and all other names in docs/accuracy.md; local:20:int4 is by "
-        "local steps, fsdp2:int8:int4 FSDP2 with weights in int8 and gradients in int4"
+        "exactly these hooks, on torch's wrapper, comma-separated: also auto (timed after its choice), "
+        "allreduce, powersgd:8:bf16 and all other names in docs/accuracy.md; torch:fp16 is torch's own, "
+        "local:20:int4 by local steps, fsdp2:int8:int4 FSDP2 with weights in int8 and gradients in int4"
     )
     parser.add_argument("--only", metavar="HOOKS", help=text)
     text = "passes over all hooks; tables have medians and ranges over them (default %(default)s)"
@@ -154,12 +148,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.only = options.only.split(",") if options.only else []
     for hook in options.only:
         try:
-            name, wrapper = placed(hook)
+            made_by, name, wrapper = placed(hook)
+            if made_by == "torch" and name not in TORCHS:
+                raise ValueError(f"torch has no hook {name!r}; known are {', '.join(TORCHS)}")
             if wrapper == "local steps":
                 LocalOptions.named(name)
             elif wrapper == "fsdp2":
                 sharding.parse(name)
-            elif hook not in ("noop", "auto"):
+            elif made_by == "gradcomp" and hook not in ("noop", "auto"):
                 NamedHook.named(hook.removesuffix(report.FLAT))
         except ValueError as error:
             parser.error(f"--only: {error}")
@@ -197,17 +193,19 @@ def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterat
             yield link, {"job": "loss", **names, "start_iter": START_ITER, **limits}
 
 
-def placed(hook: str) -> tuple[str, str]:
-    """Return the name of a hook of --only, and the wrapper on which it is timed."""
+def placed(hook: str) -> tuple[str, str, str]:
+    """Return whose a hook of --only is, its name, and the wrapper on which it is timed."""
+    if hook.startswith(TORCHS_NAME):
+        return "torch", hook.removeprefix(TORCHS_NAME), "torch"
     for prefix, wrapper in WRAPPERS.items():
         if hook.startswith(prefix):
-            return hook.removeprefix(prefix), wrapper
-    return hook, "torch"
+            return "gradcomp", hook.removeprefix(prefix), wrapper
+    return "gradcomp", hook, "torch"
 
 
 def is_wanted(options: argparse.Namespace, made_by: str, hook: str, wrapper: str) -> bool:
     if options.only:
-        return made_by == "gradcomp" and (hook, wrapper) in map(placed, options.only)
+        return (made_by, hook, wrapper) in map(placed, options.only)
     return hook.startswith(tuple(options.hooks.split(",")))
 
 
@@ -216,7 +214,7 @@ def timed_hooks(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (made by, hook, wrapper) of the steps to time."""
     if options.only:
-        return (("gradcomp", *placed(hook)) for hook in options.only)
+        return map(placed, options.only)
     hooks = [("gradcomp", hook, "torch") for hook in OURS]
     if ranks_per_host > 1:
         hooks += [("gradcomp", hook, "torch") for hook in FLAT]

@@ -105,7 +105,7 @@ class Trainer:
             cap_mb = self.workload.bucket_cap_mb
             self.model = WRAPPERS[job["wrapper"]](self.workload.net, bucket_cap_mb=cap_mb)
             if job["hook"] == AUTO:
-                self.auto = AutoState()
+                self.auto = AutoState(random_seed=job.get("run", job.get("seed", 0)))
                 self.model.register_comm_hook(self.auto, auto_hook)
             else:
                 REGISTER[job["hooks"]](job["hook"], self.model, start_iter)
