@@ -22,6 +22,11 @@ train(ddp_model)
 GRADIENTS = "\nmodel = new_model()\nloss = model(torch.randn(8, 64)).square().mean()\n"
 
 BEFORE = {
+    ("docs/auto.md", 1): """
+state, ddp_model = AutoState(), DistributedDataParallel(new_model())
+ddp_model.register_comm_hook(state, auto_hook)
+train(ddp_model)
+""",
     ("docs/reducer.md", 1): GRADIENTS,
     ("docs/fsdp.md", 1): FRESH + "num_nodes = world_size",
     ("docs/fsdp.md", 2): """
@@ -76,7 +81,13 @@ step, run = 99, SimpleNamespace(log=lambda values, step: None)
     ("docs/checkpoints.md", 9): "",
 }
 
-AFTER = {("docs/hooks.md", 2): "ddp_model.register_comm_hook(None, in_blocks_of_128)"}
+AFTER = {
+    ("docs/hooks.md", 2): "ddp_model.register_comm_hook(None, in_blocks_of_128)",
+    ("docs/checkpoints.md", 10): """
+assert state.state.keys() <= dict(ddp_model.module.named_parameters()).keys()
+assert any(kept["error"].any() for kept in state.state.values())
+""",
+}
 
 # Replacements in a page's code, for two ranks on a machine without GPUs.
 INSTEAD = {
