@@ -11,11 +11,11 @@ COLORS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56
 
 @contextmanager
 def picture(
-    path: Path, num_panels: int = 1, panel_size: tuple[float, float] = (5.2, 4.4)
+    path: Path, num_panels: int = 1, panel_size: tuple[float, float] = (4.5, 2.8)
 ) -> Iterator[list[Any]]:
-    """Give the axes of panels side by side, and write them as a PNG at the end.
+    """Give the axes of panels one below another, and write them as a PNG at the end.
 
-    panel_size: width and height in inches.
+    panel_size: width and height in inches. Its letters can be read on a phone if it is at most 4.5 wide.
 
     Raises ImportError without matplotlib.
     """
@@ -24,13 +24,22 @@ def picture(
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    size = (panel_size[0] * num_panels, panel_size[1])
-    figure, axes = pyplot.subplots(1, num_panels, figsize=size, layout="constrained", squeeze=False)
-    for each in axes[0]:
+    size = (panel_size[0], panel_size[1] * num_panels)
+    figure, axes = pyplot.subplots(num_panels, figsize=size, layout="constrained", squeeze=False)
+    for each in axes.flat:
         each.spines[["top", "right"]].set_visible(False)
-    yield list(axes[0])
-    figure.savefig(path, dpi=120)
+    yield list(axes.flat)
+    figure.savefig(path, dpi=200)
     pyplot.close(figure)
+
+
+def label_decades(axis: Any) -> None:
+    """Label a logarithmic axis at 1, 2 and 5 times powers of ten, also over less than a decade."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def write_picture(draw: Callable[[Any, Path], None], rows: Any, path: Path) -> None:

@@ -4,10 +4,11 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import COLORS, picture
+from benchmarks.pictures import COLORS, label_decades, picture
 
 Row = dict[str, Any]  # the result of runs.train()
 FAILED = 2  # a hook whose loss exceeds the first hook's by this factor isn't in the picture
@@ -101,7 +102,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     A line per family of hooks. Bars are standard deviations. Raises ImportError without matplotlib.
     """
     tasks = summaries(rows)
-    with picture(path, len(tasks), (6.5, 5)) as panels:
+    with picture(path, len(tasks), (4.5, 3.9)) as panels:
         for axes, (task, hooks) in zip(panels, tasks.items(), strict=True):
             _draw_panel(axes, hooks)
             axes.set_title(f"{task}, seeds: {len(hooks[0].losses)}", loc="left")
@@ -115,24 +116,23 @@ def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
         for hook in sorted(hooks[1:], key=lambda hook: hook.bytes_per_step)
         if hook.bytes_per_step and statistics.mean(hook.losses) <= FAILED * baseline
     ]
-    for index, family in enumerate(dict.fromkeys(family_of(hook.hook) for hook in shown)):
-        color = COLORS[1 + index % (len(COLORS) - 1)]
+    families = list(dict.fromkeys(family_of(hook.hook) for hook in shown))
+    for color, family in zip(cycle(COLORS[1:-2]), families, strict=False):  # without yellow, for the labels
         drawn = [hook for hook in shown if family_of(hook.hook) == family]
         points = [(hook.bytes_per_step / 1e3, statistics.mean(hook.differences)) for hook in drawn]
         spreads = [statistics.stdev(hook.differences) if len(hook.losses) > 1 else 0 for hook in drawn]
-        axes.errorbar(
-            *zip(*points, strict=True), yerr=spreads, fmt="o-", color=color, capsize=3, label=family
-        )
-        for position, (hook, point) in enumerate(zip(drawn, points, strict=True)):
-            # Neighbors' labels alternate between below and above.
-            offset = (5, -13) if position % 2 == 0 and len(drawn) > 1 else (5, 6)
-            label = {"textcoords": "offset points", "xytext": offset, "color": color, "fontsize": 8}
-            axes.annotate(hook.hook, point, **label)
+        axes.errorbar(*zip(*points, strict=True), yerr=spreads, fmt="o-", color=color, capsize=3)
+        for hook, point in zip(drawn, points, strict=True):
+            # Neighbors' labels go up and down in turns.
+            up = shown.index(hook) % 2 == 0
+            label = {"textcoords": "offset points", "xytext": (4, 6 if up else -6), "color": color}
+            label |= {"rotation": 45 if up else -45, "va": "bottom" if up else "top"}
+            axes.annotate(hook.hook, point, fontsize=9, rotation_mode="anchor", **label)
     for hook in hooks:
         if hook.bytes_per_step == 0:
             gap = statistics.mean(hook.differences)
             axes.axhline(gap, color="0.3", linestyle="--", label=f"{hook.hook}, no communication")
-    axes.set(xscale="log", xlabel="kB that a rank hands to collectives per step, as of all-reduces")
-    axes.set_ylabel(f"validation loss minus that of {hooks[0].hook}, nats")
-    axes.margins(x=0.12, y=0.12)
-    axes.legend(fontsize=8)
+    axes.set(xscale="log", xlabel="kB per step", ylabel=f"loss minus {hooks[0].hook}'s, nats")
+    label_decades(axes.xaxis)
+    axes.margins(x=0.15, y=0.45)
+    axes.legend(frameon=False)
