@@ -29,7 +29,7 @@ import torch
 from benchmarks import sharding
 from benchmarks.accuracy.local_steps import LocalOptions
 from benchmarks.environment import describe
-from benchmarks.network import auto, report
+from benchmarks.network import report
 from benchmarks.network.delayed import DelayedNetwork
 from benchmarks.network.hosts import Network, NoPrivilegeError, isolated
 from benchmarks.pictures import write_picture
@@ -58,7 +58,7 @@ TO_LOSS = (*(("gradcomp", hook) for hook in (*CANDIDATES, "auto")), ("torch", "f
 START_ITER = 10  # PowerSGD's plain steps on the way to a loss
 MAX_STEPS = 600
 SPARE_S = 60  # for what a job does besides its steps
-AUTO_S = 300  # a job of auto_hook, at most
+TRIAL_S = 300  # of auto_hook, at most
 LOSS_LINKS = [200]
 
 Job = dict[str, Any]
@@ -108,12 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="HOOKS", help=text)
     text = "passes over all hooks; tables have medians and ranges over them (default %(default)s)"
     parser.add_argument("--runs", type=positive_int, default=1, metavar="N", help=text)
-    text = (
-        "instead of all other rows: auto_hook beside its candidates, in this number of runs (default: none)"
-    )
-    parser.add_argument("--auto", type=int, default=0, metavar="RUNS", help=text)
-    text = "with --auto: the links between which the rate changes in mid-run (default %(default)s)"
-    parser.add_argument("--change", default="10000,100", help=text)
     text = "time for the steps of a hook, at least five steps (default %(default)s)"
     parser.add_argument("--seconds", type=float, default=2.0, help=text)
     text = (
@@ -129,7 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=45.0, help=text)
     text = "folder of rows, tables and picture (default %(default)s)"
     parser.add_argument("--out", type=Path, default=Path("build/network"), help=text)
-    parser.add_argument("--report", type=Path, metavar="FILE", help="only show the rows of this file")
+    text = "only show the rows of this file, of --models"
+    parser.add_argument("--report", type=Path, metavar="FILE", help=text)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -159,8 +154,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
                 NamedHook.named(hook.removesuffix(report.FLAT))
         except ValueError as error:
             parser.error(f"--only: {error}")
-    if options.auto and options.delay_ms:
-        parser.error("--auto is without --delay-ms; --only auto times auto_hook over links with a delay")
     if options.loss_links is None:
         options.loss_links = [] if options.delay_ms else LOSS_LINKS
     else:
@@ -170,9 +163,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterator[tuple[Link, Job]]:
     """Yield (link, job) for a number of hosts and of ranks on each."""
-    if options.auto:
-        yield from auto_jobs(options, ranks_per_host)
-        return
     hooks = list(timed_hooks(options, hosts, ranks_per_host))
     delays = options.delay_ms or [None]
     links = [Link(*each) for each in product(options.links, delays)] if hosts > 1 else [Link()]
@@ -228,19 +218,6 @@ def timed_hooks(
     return (names for names in hooks if is_wanted(options, *names))
 
 
-def auto_jobs(options: argparse.Namespace, ranks_per_host: int) -> Iterator[tuple[Link, Job]]:
-    """Yield auto_hook's jobs: without a throttle first, as the network is made, then link by link."""
-    fixed = [*CANDIDATES, auto.PLAIN_HOOK, *(f"{hook}:flat" for hook in CANDIDATES[2:] if ranks_per_host > 1)]
-    for link, model, run in product([None, *options.links], options.models, range(options.auto)):
-        yield Link(link), {"job": "auto", "model": model, "run": run, "fixed": fixed, "seconds": AUTO_S}
-    before, after = map(int, options.change.split(","))
-    model = options.models[0]
-    first = {"job": "auto", "model": model, "run": options.auto, "fixed": ["none"], "seconds": AUTO_S}
-    yield Link(before), first
-    then = {"job": "change", "model": model, "max_steps": 400, "link_before": before, "seconds": AUTO_S}
-    yield Link(after), then
-
-
 class RankFailedError(Exception):
     """A rank ended, or didn't answer."""
 
@@ -261,7 +238,7 @@ class Ranks:
             for process in self._processes:
                 process.stdin.write(json.dumps(job) + "\n")
                 process.stdin.flush()
-            trial_s = AUTO_S if job.get("hook") == "auto" else 0
+            trial_s = TRIAL_S if job.get("hook") == "auto" else 0
             return self._answer(job.get("seconds", 0) * 2 + SPARE_S + trial_s)
         except (RankFailedError, BrokenPipeError) as error:
             self.end()
@@ -319,11 +296,6 @@ class Ranks:
         return "a rank ended without an answer"
 
 
-def summary(row: Job) -> str:
-    is_of_auto = row["job"] in ("auto", "change") and "failed" not in row
-    return auto.summary(row) if is_of_auto else report.summary(row)
-
-
 def measure(options: argparse.Namespace, rows: Path) -> list[str]:
     """Do every job, append a row for each to a file, and return those that there was no time for.
 
@@ -364,7 +336,7 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                     result["dropped_packets"] = network.num_dropped()
                 row = {**environment, **places, **link._asdict(), **job, **result}
                 append(rows, [row])
-                print(f"[{number}/{count}] {label}: {summary(row)}", flush=True)
+                print(f"[{number}/{count}] {label}: {report.summary(row)}", flush=True)
             ranks.end()
     return late
 
@@ -383,11 +355,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def show(path: Path, picture: Path) -> None:
-    rows = read(path)
-    is_of_auto = bool(rows) and rows[0]["job"] in ("auto", "change")
-    print("\n" + (f"{auto.table(rows)}\n\n{auto.ratios(rows)}" if is_of_auto else report.tables(rows)))
-    write_picture((auto if is_of_auto else report).draw, rows, picture)
+def show(path: Path, options: argparse.Namespace) -> None:
+    rows = [row for row in read(path) if row.get("model") in options.models]
+    print("\n" + "\n\n".join([report.tables(rows), report.differences(rows)]))
+    write_picture(report.draw, rows, options.out / "network.png")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -413,7 +384,7 @@ def main(arguments: list[str] | None = None) -> int:
             child.wait()
         rows = options.out / "network.jsonl"
     if status == 0:
-        show(rows, options.out / "network.png")
+        show(rows, options)
     return status
 
 

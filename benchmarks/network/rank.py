@@ -32,7 +32,6 @@ import gradcomp
 from benchmarks import sharding
 from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.demo.measure import WireMeter, check_replicas
-from benchmarks.network import auto
 from benchmarks.network.report import FLAT
 from benchmarks.network.workloads import WORKLOADS, Workload
 from gradcomp.comm.nodes import AUTO as TORCHRUNS
@@ -43,6 +42,7 @@ TIMEOUT = timedelta(seconds=60)
 WARM_UP_STEPS = 5  # torch's DDP rearranges its buckets after the first; compression starts after the third
 START_ITER = 3
 MIN_STEPS, MAX_STEPS = 5, 40
+MAX_TRIAL_STEPS = 400  # of auto_hook
 VALIDATE_EVERY = 5
 LINK_BYTES = (1_000, 100_000, 1_000_000, 4_000_000)
 
@@ -140,7 +140,7 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
         trainer.step()
     chosen = {}
     if trainer.auto is not None:
-        while trainer.auto.choice is None and trainer.auto.iter < auto.MAX_TRIAL_STEPS:
+        while trainer.auto.choice is None and trainer.auto.iter < MAX_TRIAL_STEPS:
             trainer.step()
         chosen = {"choice": trainer.auto.choice}
     with WireMeter() as meter:
@@ -242,18 +242,7 @@ def all_reduce_seconds() -> list[tuple[int, float]]:
     return found
 
 
-def new_trainer(job: dict[str, Any], hook: str | None) -> Trainer:
-    """Return a trainer on torch's DDP with gradcomp's hook; without one if hook is None."""
-    return Trainer({**job, "hooks": "gradcomp", "hook": hook or "none", "wrapper": "torch"}, START_ITER)
-
-
-JOBS = {
-    "steps": steps,
-    "loss": loss,
-    "link": link,
-    "auto": lambda job: auto.auto(job, new_trainer),
-    "change": auto.change,
-}
+JOBS = {"steps": steps, "loss": loss, "link": link}
 
 
 def decided(number: int) -> int:

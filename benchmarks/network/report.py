@@ -1,4 +1,4 @@
-"""What the rows of a run say: tables, and a picture of time per step against bandwidth or delay."""
+"""What the rows of a run say: tables, and a picture of time per step against delay or bandwidth."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import COLORS, picture
+from benchmarks.pictures import COLORS, label_decades, picture
 
 Row = dict[str, Any]
 Link = tuple[int, float | None]  # Mbit/s, 0 for no network, and one-way ms, None without a router
 
-DRAWN = ("noop", "none", "fp16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
+DRAWN = ("none", "bf16", "int8", "int4", "powersgd:16:int8", "powersgd:8:int8", "auto", "noop")
 # By wrapper.
 ON = {"torch": "", "gradcomp": " on gradcomp's wrapper", "fsdp2": " on FSDP2", "local steps": " local steps"}
+PLAIN = {"fsdp2": "fp32:fp32"}  # by wrapper, the steps that others are compared with; else none on torch's
 FLAT = ":flat"  # the end of the names of hooks that don't average hierarchically
 
 
@@ -22,9 +23,7 @@ def label(row: Row) -> str:
     """Name what a row measures."""
     link = "no network" if row["mbit_per_s"] is None else f"{row['mbit_per_s']} Mbit/s"
     parts = [places(row), link + _delay(row.get("delay_ms"))]
-    if row["job"] in ("auto", "change"):
-        parts.append(row["model"])
-    elif row["job"] != "link":
+    if row["job"] != "link":
         parts += [row["model"], name(row)]
     if "seed" in row:
         parts.append(f"seed {row['seed']}")
@@ -113,7 +112,7 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
     """Format the times per step of a model on a number of hosts: a line per hook, a column per link."""
     model, count = rows[0]["model"], places(rows[0])
     links = in_order(map(_link, rows))
-    lines = [f"{model}, {count}, ms per step, and how many times as fast as without a hook", ""]
+    lines = [f"{model}, {count}: times as fast as without a hook, and ms per step", ""]
     titles = ["bytes sent", *map(link_title, links)]
     lines += ["| | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 1)]
     for hook in dict.fromkeys(map(name, rows)):
@@ -122,12 +121,25 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
         cells = [f"{min(sent):,.0f}" if sent else ""]
         for link in links:
             beside = [row for row in rows if _link(row) == link]
-            cells.append(_cell([row for row in of_hook if _link(row) == link], beside))
+            cells.append(cell([row for row in of_hook if _link(row) == link], beside))
         lines.append(f"| {hook} | " + " | ".join(cells) + " |")
     if lossy := [row for row in rows if row.get("dropped_packets")]:
         which = dict.fromkeys(f"{name(row)} at {link_title(_link(row))}" for row in lossy)
         lines += ["", f"PACKETS WERE DROPPED, so times may be too long: {'; '.join(which)}"]
     return lines
+
+
+def differences(rows: Sequence[Row]) -> str:
+    """Say how much longer the slowest run of a measurement took than the fastest; "" of single runs."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for row in of(rows, job="steps"):
+        if "failed" not in row:
+            found.setdefault((places(row), _link(row), row["model"], name(row)), []).append(row["step_ms"])
+    percent = [100 * (max(times) / min(times) - 1) for times in found.values() if len(times) > 1]
+    if not percent:
+        return ""
+    half, worst = statistics.median(percent), max(percent)
+    return f"The slowest run took {half:.0f} % longer than the fastest (median; at most {worst:.0f} %)"
 
 
 def _loss_table(rows: Sequence[Row]) -> list[str]:
@@ -160,17 +172,24 @@ def _spread(values: Sequence[float], form: str, unit: str = "") -> str:
     return middle + unit + (f" ({low} to {high})" if low != high else "")
 
 
-def _cell(found: Sequence[Row], beside: Sequence[Row]) -> str:
-    """Format one hook's time on a link, the median of its runs, beside all rows of that link."""
+def cell(found: Sequence[Row], beside: Sequence[Row]) -> str:
+    """Format one hook's median time on a link: how many times as fast as the plain step, and ms."""
     if not found:
         return ""
     if failed := [row for row in found if "failed" in row]:
         return failure(failed[0])
-    baseline = of(beside, hook="none", hooks="gradcomp", wrapper="torch")
-    times = ""
-    if baseline and all("step_ms" in row for row in baseline) and found[0] is not baseline[0]:
-        times = f", {median_ms(baseline) / median_ms(found):.1f}×"
-    return _spread([row["step_ms"] for row in found], ".1f") + times
+    wrapper = found[0]["wrapper"]
+    plain = (PLAIN[wrapper], wrapper) if wrapper in PLAIN else ("none", "torch")
+    baseline = of(beside, hook=plain[0], hooks="gradcomp", wrapper=plain[1])
+    ms = shown(median_ms(found))
+    if not baseline or any("failed" in row for row in baseline):
+        return ms
+    return f"{median_ms(baseline) / median_ms(found):.1f}×, {ms}"
+
+
+def shown(milliseconds: float) -> str:
+    """Format a step's time in ms: without decimals from 100 on, else with one."""
+    return f"{milliseconds:.0f}" if milliseconds >= 99.95 else f"{milliseconds:.1f}"
 
 
 def median_ms(runs: Sequence[Row]) -> float:
@@ -183,44 +202,50 @@ def failure(row: Row) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG: ms per step against bandwidth on two hosts, a line per hook, of medians over runs.
+    """Write a PNG of ms per step on two hosts, a line per hook, of medians over runs.
 
-    There is a panel for each model and number of ranks per host. With delays, time is shown against them, and
-    there is a panel for each link too.
+    There is a panel for each model, number of ranks per host and, where delays were measured, bandwidth; time
+    is shown against the delay then, and else against bandwidth.
 
-    Raises ImportError without matplotlib.
+    Raises ImportError without matplotlib, ValueError if there is no panel with two points.
     """
-    shown = [row for row in of(rows, job="steps", hosts=2, wrapper="torch") if "failed" not in row]
-    titles = list(dict.fromkeys(map(_panel, shown))) or ["nothing measured on two hosts"]
-    with picture(path, len(titles)) as panels:
-        for axes, title in zip(panels, titles, strict=True):
-            _draw_panel(axes, title, [row for row in shown if _panel(row) == title])
-        if panels[-1].lines:
-            panels[-1].legend(frameon=False)
+    panels: dict[str, dict[str, dict[float, list[Row]]]] = {}
+    for row in of(rows, job="steps", hosts=2, wrapper="torch", hooks="gradcomp"):
+        if "failed" not in row and row["hook"].removesuffix(FLAT) in DRAWN:
+            lines = panels.setdefault(_panel(row), {})
+            lines.setdefault(row["hook"], {}).setdefault(_x(row), []).append(row)
+    panels = {title: lines for title, lines in panels.items() if len(_xs(lines)) > 1}
+    if not panels:
+        raise ValueError("it needs two links between two hosts")
+    with picture(path, len(panels)) as all_axes:
+        for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
+            _draw_panel(axes, title, lines)
+        all_axes[0].legend(ncols=3, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.08), borderpad=0)
 
 
-def _draw_panel(axes: Any, title: str, rows: Sequence[Row]) -> None:
-    has_delays = any(row.get("delay_ms") is not None for row in rows)
-    colors = dict(zip(DRAWN, COLORS, strict=False))
-    for hook in (*DRAWN, *(f"{each}{FLAT}" for each in DRAWN)):
-        by_x: dict[float, list[Row]] = {}
-        for row in of(rows, hook=hook, hooks="gradcomp"):
-            by_x.setdefault(row["delay_ms" if has_delays else "mbit_per_s"], []).append(row)
-        if by_x:
-            where, times = zip(*((x, median_ms(by_x[x])) for x in sorted(by_x)), strict=True)
-            style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) else "-"
-            color = colors[hook.removesuffix(FLAT)]
-            axes.plot(where, times, style, marker="o", markersize=4, color=color, label=hook)
-    label_axes(axes, title)
-    if has_delays:
-        axes.set(xscale="linear", xlabel="one-way delay, ms")
-
-
-def label_axes(axes: Any, title: str) -> None:
-    """Make a panel of ms per step against bandwidth, both on logarithmic scales."""
-    axes.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="ms per step")
+def _draw_panel(axes: Any, title: str, lines: dict[str, dict[float, list[Row]]]) -> None:
+    colors = {**dict(zip(DRAWN, COLORS, strict=False)), "noop": COLORS[-1]}
+    for hook in sorted(lines, key=lambda each: DRAWN.index(each.removesuffix(FLAT))):
+        xs, times = zip(*((x, median_ms(runs)) for x, runs in sorted(lines[hook].items())), strict=True)
+        style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) or hook == "auto" else "-"
+        axes.plot(
+            xs, times, style, marker="o", markersize=4, color=colors[hook.removesuffix(FLAT)], label=hook
+        )
+    axes.set(
+        yscale="log", ylabel="ms per step", xlabel="one-way delay, ms" if "Mbit/s" in title else "Mbit/s"
+    )
+    axes.set_xticks(_xs(lines))
+    label_decades(axes.yaxis)
     axes.set_title(title, loc="left")
     axes.grid(which="major", alpha=0.3)
+
+
+def _xs(lines: dict[str, dict[float, list[Row]]]) -> list[float]:
+    return sorted({x for line in lines.values() for x in line})
+
+
+def _x(row: Row) -> float:
+    return float(row["mbit_per_s"] if row.get("delay_ms") is None else row["delay_ms"])
 
 
 def _panel(row: Row) -> str:

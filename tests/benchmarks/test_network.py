@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -15,11 +14,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.network import __main__ as network
-from benchmarks.network import auto, hosts, report
+from benchmarks.network import hosts, report
 from benchmarks.network.router import Timetable
 from benchmarks.network.workloads import WORKLOADS
 from benchmarks.records import read
-from gradcomp.hooks.auto_hook import CANDIDATES
 from tests.bench import two_hosts
 from tests.depth import everyday
 from tests.programs import ROOT, descendants, is_running, run_module, users_environment
@@ -62,7 +60,7 @@ def test_steps_over_a_throttled_link(tmp_path):
     # torch's hook refuses gloo, so its ranks end; the hooks after it are still measured.
     assert found["torch", "bf16", "torch"]["failed"].startswith("aborts: rank")
     assert "| torch's bf16 |  | aborts |" in done.stdout
-    assert (tmp_path / "network.png").exists()
+    assert "No picture: it needs two links between two hosts" in done.stdout
 
 
 @pytest.mark.usefixtures("allowed")
@@ -80,7 +78,7 @@ def test_a_host_of_three_ranks_sends_what_one_rank_does(tmp_path):
         assert sent[hook, 3] < 1.05 * sent[hook, 1]
         assert sent[f"{hook}:flat", 3] > 2.5 * sent[hook, 1]
     assert sent["none", 3] > 1.4 * sent["none", 1]
-    assert "mlp, 2 hosts of 3 ranks, ms per step" in done.stdout
+    assert "mlp, 2 hosts of 3 ranks: times as fast as without a hook, and ms per step" in done.stdout
 
 
 @pytest.mark.usefixtures("allowed")
@@ -275,7 +273,7 @@ def test_missing_rights_are_named(monkeypatch, tmp_path, capsys):
         (["--delay-ms", "5,-1"], "'5,-1' is not from 0 up to 1000 ms"),
         (["--delay-ms", "long"], "argument --delay-ms: invalid delays value: 'long'"),
         (["--runs", "0"], "'0' is not a whole number of at least 1"),
-        (["--delay-ms", "5", "--auto", "1"], "--auto is without --delay-ms"),
+        (["--only", "torch:int4"], "--only: torch has no hook 'int4'; known are fp16, bf16, int8"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, capsys):
@@ -304,28 +302,14 @@ def test_passes_over_exactly_the_hooks_that_are_named():
 
 
 def test_names_of_other_wrappers():
-    found = chosen("--only", "int8,local:20:int8,fsdp2:int8:int4")
-    assert [(hook, wrapper) for _, kind, hook, wrapper, _ in found if kind == "steps"] == [
-        ("int8", "torch"),
-        ("20:int8", "local steps"),
-        ("int8:int4", "fsdp2"),
+    options = network.parse(["--models", "mlp", "--only", "int8,torch:int8,local:20:int8,fsdp2:int8:int4"])
+    found = [job for _, job in network.jobs(options, 4, 1) if job["job"] == "steps"]
+    assert [(job["hooks"], job["hook"], job["wrapper"]) for job in found[:4]] == [
+        ("gradcomp", "int8", "torch"),
+        ("torch", "int8", "torch"),
+        ("gradcomp", "20:int8", "local steps"),
+        ("gradcomp", "int8:int4", "fsdp2"),
     ]
-
-
-def test_the_page_of_fsdp2_has_the_recorded_times():
-    page = (ROOT / "docs" / "fsdp.md").read_text()
-    rows = report.of(read(ROOT / "benchmarks" / "results" / "network_fsdp.jsonl"), job="steps")
-    for name in dict.fromkeys(row["hook"] for row in rows):
-        cells = []
-        for count in (1, 2):
-            of_name = report.of(rows, hook=name, ranks_per_host=count)
-            sent = statistics.median(row["sent_bytes_per_step"] for row in of_name)
-            cells.append(f"{sent / 1e6:.1f} MB")
-            links = report.in_order((row["mbit_per_s"], row["delay_ms"]) for row in of_name)
-            for link in links[: 4 // count]:  # with two ranks per host, those of 200 Mbit/s
-                times = [row["step_ms"] for row in report.of(of_name, mbit_per_s=link[0], delay_ms=link[1])]
-                cells.append(f"{statistics.median(times):,.0f}")
-        assert f"| {name.replace(':', ', ')} | {' | '.join(cells)} |" in page
 
 
 def test_links_with_delays_are_for_our_hooks_on_torchs_wrapper():
@@ -352,8 +336,8 @@ def test_the_tables_compare_with_no_hook():
         row("fp16", job="loss", target_loss=0.3, reached=False, seconds=150.0, num_steps=600),
     ]
     lines = report.tables(rows).splitlines()
-    assert "| none | 1,000 | 300.0 |" in lines
-    assert "| int4 | 130 | 60.0, 5.0× |" in lines
+    assert "| none | 1,000 | 1.0×, 300 |" in lines
+    assert "| int4 | 130 | 5.0×, 60.0 |" in lines
     assert "| torch's powersgd:4 |  | aborts |" in lines
     assert "| int4 | 90 | 20.0 | 5.0× |" in lines
     assert "| fp16 | 600 (not reached) | 150.0 |  |" in lines
@@ -372,8 +356,11 @@ def test_tables_have_a_column_for_each_delay_and_medians_over_runs(tmp_path):
     ]
     lines = report.tables(rows).splitlines()
     assert "| | bytes sent | 1,000 Mbit/s, 0 ms | 1,000 Mbit/s, 25 ms |" in lines
-    assert "| none | 1,000 | 70.0 | 290.0 (288.0 to 300.0) |" in lines
-    assert "| int4 | 1,000 | 35.0 (28.0 to 140.0), 2.0× | 90.1 (88.0 to 93.2), 3.2× |" in lines
+    assert "| none | 1,000 | 1.0×, 70.0 | 1.0×, 290 |" in lines
+    assert "| int4 | 1,000 | 2.0×, 35.0 | 3.2×, 90.1 |" in lines
+    differ = "The slowest run took 5 % longer than the fastest (median; at most 400 %)"
+    assert report.differences(rows) == differ
+    assert report.differences(rows[:1]) == ""
     assert report.label(rows[0]) == "2 hosts, 1000 Mbit/s, 25 ms, mlp, none, steps"
     assert report.label(rows[1]) == "2 hosts, 1000 Mbit/s, 25 ms, mlp, none, run 2, steps"
     report.draw(rows, tmp_path / "network.png")
@@ -413,35 +400,20 @@ def test_times_to_a_loss_are_medians_over_seeds_each_beside_no_hook():
     assert report.label(rows[1]) == "2 hosts, 200 Mbit/s, mlp, none, seed 1, loss"
 
 
-def auto_row(link, run, auto_ms, none_ms):
-    fixed = dict.fromkeys(CANDIDATES, 30.0) | {"none": none_ms, "allreduce": none_ms + 1, "int8:flat": 20.0}
-    place = {"hosts": 2, "ranks_per_host": 1, "mbit_per_s": link, "model": "mlp"}
-    times = {"step_ms": {"auto": auto_ms, **fixed}, "choice": "int8", "num_trial_steps": 90}
-    return {"job": "auto", "run": run, **place, **times}
+def test_steps_of_fsdp2_are_compared_with_those_without_compression():
+    def sharded(hook, ms):
+        return row(hook, job="steps", step_ms=ms, sent_bytes_per_step=1000.0, wrapper="fsdp2")
+
+    lines = report.tables([sharded("fp32:fp32", 300.0), sharded("int8:int4", 60.0)]).splitlines()
+    assert "| fp32:fp32 on FSDP2 | 1,000 | 1.0×, 300 |" in lines
+    assert "| int8:int4 on FSDP2 | 1,000 | 5.0×, 60.0 |" in lines
 
 
-def test_the_table_of_auto_hook_has_medians_and_ratios(tmp_path):
-    rows = [auto_row(link, run, 24.0 + run, 40.0) for link in (None, 100) for run in range(3)]
-    # A run for the change of rate times none only, and a job may fail.
-    rows.append({**auto_row(100, 3, 99.0, 99.0), "step_ms": {"auto": 99.0, "none": 99.0}})
-    rows.append({**auto_row(100, 4, 99.0, 99.0), "failed": "hangs"})
-    lines = auto.table(rows).splitlines()
-    assert (
-        lines[4]
-        == "| no throttle | int8 | 25.0 | 40.0 | 30.0 | 20.0 | 30.0 | 30.0 | 30.0 | 41.0 | 1.25 | 0.62 |"
+def test_a_picture_needs_two_links(tmp_path):
+    times = {"job": "steps", "step_ms": 30.0}
+    with pytest.raises(ValueError, match="it needs two links between two hosts"):
+        report.draw([row("none", **times), row("none", **times, hosts=4)], tmp_path / "network.png")
+    report.draw(
+        [row("int4", **times), row("int4:flat", **times | {"mbit_per_s": 50})], tmp_path / "network.png"
     )
-    assert lines[5].startswith("| 100 | int8 | 25.0 |")
-    of_both = [*rows, {**auto_row(100, 0, 24.0, 40.0), "model": "gpt"}]
-    hierarchical = [{**of_both[-1], "choice": f"{name} hierarchical"} for name in ("int8", "none")]
-    assert auto.ratios(of_both).splitlines() == [
-        "| model | no throttle | 100 Mbit/s | times the hook that it chose |",
-        "|---|---|---|---|",
-        "| mlp, 2 hosts | 1.25, 0.62 | 1.25, 0.62 | 1.25 |",  # its choice, int8, was also timed flat: 20.0
-        "| gpt, 2 hosts |  | 1.20, 0.60 | 1.20 |",
-    ]
-    # Hierarchical int8 takes 30.0; hierarchical none wasn't timed.
-    assert auto.ratios([*rows, *hierarchical]).splitlines()[3].endswith("| 1.20, 0.60 | 0.80 |")
-    with pytest.raises(ValueError, match="a picture needs two links"):
-        auto.draw(rows, tmp_path / "auto.png")
-    auto.draw([*rows, auto_row(10, 0, 50.0, 400.0)], tmp_path / "auto.png")
-    assert (tmp_path / "auto.png").stat().st_size > 5_000
+    assert (tmp_path / "network.png").stat().st_size > 5_000
