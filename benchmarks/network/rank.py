@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import statistics
 import sys
@@ -128,6 +129,20 @@ class Trainer:
         return forward, backward, rest
 
 
+class _Said(logging.Handler):
+    """What gradcomp logs last from now on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = ""
+        logger = logging.getLogger("gradcomp")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = record.getMessage()
+
+
 def steps(job: dict[str, Any]) -> dict[str, Any]:
     """Time steps for about job["seconds"]: medians in ms, and the bytes that this rank sent per step.
 
@@ -140,9 +155,10 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
         trainer.step()
     chosen = {}
     if trainer.auto is not None:
+        said = _Said()
         while trainer.auto.choice is None and trainer.auto.iter < MAX_TRIAL_STEPS:
             trainer.step()
-        chosen = {"choice": trainer.auto.choice}
+        chosen = {"choice": trainer.auto.choice, "said": said.last}
     with WireMeter() as meter:
         started = time.perf_counter()
         trainer.step()
