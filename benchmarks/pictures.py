@@ -11,9 +11,9 @@ COLORS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56
 
 @contextmanager
 def picture(
-    path: Path, num_panels: int = 1, panel_size: tuple[float, float] = (5.2, 4.4)
+    path: Path, num_panels: int = 1, panel_size: tuple[float, float] = (5.2, 4.4), *, stacked: bool = False
 ) -> Iterator[list[Any]]:
-    """Give the axes of panels side by side, and write them as a PNG at the end.
+    """Give the axes of panels side by side, or one below another, and write them as a PNG at the end.
 
     panel_size: width and height in inches.
 
@@ -24,11 +24,12 @@ def picture(
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    size = (panel_size[0] * num_panels, panel_size[1])
-    figure, axes = pyplot.subplots(1, num_panels, figsize=size, layout="constrained", squeeze=False)
-    for each in axes[0]:
+    rows, columns = (num_panels, 1) if stacked else (1, num_panels)
+    size = (panel_size[0] * columns, panel_size[1] * rows)
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for each in axes.flat:
         each.spines[["top", "right"]].set_visible(False)
-    yield list(axes[0])
+    yield list(axes.flat)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
