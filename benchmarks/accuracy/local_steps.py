@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarks.demo.measure import WireMeter
+from benchmarks.demo.wire import Wire
 from gradcomp.hooks.named_hooks import NamedHook
 from gradcomp.local_steps import LocalSteps
 
@@ -49,7 +49,7 @@ class LocalOptions:
 class LocalTraining:
     """Exchanges of one model, and the bytes that this rank has handed to collectives in them."""
 
-    def __init__(self, model: nn.Module, options: LocalOptions):
+    def __init__(self, model: nn.Module, options: LocalOptions, wire: Wire):
         start_iter = 2 if "powersgd" in options.hook else 0  # as early as the hook can
         state, hook = NamedHook.named(options.hook).state_and_hook(start_iter)
         learning_rate, momentum = options.outer
@@ -58,7 +58,7 @@ class LocalTraining:
         )
         numbers = {"fragments": options.fragments, "delay": options.delay}
         self._local = LocalSteps(model, outer, options.every, hook, state, **numbers)
-        self._options = options
+        self._options, self._wire = options, wire
         self.sent_bytes = 0
 
     def step(self, num_steps: int, steps: int) -> None:
@@ -68,9 +68,9 @@ class LocalTraining:
             # Deep Learning", 2024.
             every = self._options.every * (steps / (steps - num_steps + 1)) ** 2
             self._local.every = min(int(every), self._options.to)
-        with WireMeter() as meter:
-            if num_steps == steps:
-                self._local.join()
-            else:
-                self._local.step()
-        self.sent_bytes += meter.num_bytes
+        before = self._wire.num_bytes
+        if num_steps == steps:
+            self._local.join()
+        else:
+            self._local.step()
+        self.sent_bytes += self._wire.num_bytes - before

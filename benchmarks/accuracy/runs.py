@@ -16,6 +16,7 @@ from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
 from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
 from benchmarks.demo import train as demo
 from benchmarks.demo.measure import Recorder, check_replicas, mean_over_ranks
+from benchmarks.demo.wire import Wire
 from benchmarks.environment import describe
 from benchmarks.records import append, read
 from gradcomp.comm.exchange import GIVEN
@@ -77,7 +78,9 @@ def options_of(options: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(options, name) for name in OPTIONS}
 
 
-def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace) -> dict[str, object]:
+def train(
+    label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace, wire: Wire
+) -> dict[str, object]:
     """Train once, and return the row to record. Every rank must call it."""
     task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
     hook_name, local_options, learning_rate = parse_run_name(hook)
@@ -85,9 +88,9 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
     if learning_rate is not None:
         task.optimizer.param_groups[0]["lr"] = learning_rate
     is_alone = hook_name == ALONE or local_options is not None
-    local = None if local_options is None else LocalTraining(task.net, local_options)
-    recorder = Recorder(task.steps, torch.device("cpu"), is_alone=is_alone)
-    start_iter = recorder.every  # a tenth of the run, and a step whose bytes are counted
+    local = None if local_options is None else LocalTraining(task.net, local_options, wire)
+    recorder = Recorder(task.steps, torch.device("cpu"), wire, is_alone=is_alone)
+    start_iter = recorder.every  # a tenth of the run
     model = task.net
     if kind == SHARDED:
         sharding.shard(task.net, rest, start_iter)
@@ -153,10 +156,11 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
     done = recorded(options)
     todo = [run for run in runs(options) if run not in done]
     dist.barrier()  # no rank reads the file once rank 0 writes
-    for number, (seed, task, hook) in enumerate(todo, 1):
-        label = f"[{number}/{len(todo)}] {task} {hook} seed {seed}"
-        row = train(label, task, hook, seed, options)
-        if rank == 0:
-            append(options.results, [{**environment, **row}])
-        gc.collect()  # DDP models are in reference cycles
+    with Wire() as wire:
+        for number, (seed, task, hook) in enumerate(todo, 1):
+            label = f"[{number}/{len(todo)}] {task} {hook} seed {seed}"
+            row = train(label, task, hook, seed, options, wire)
+            if rank == 0:
+                append(options.results, [{**environment, **row}])
+            gc.collect()  # DDP models are in reference cycles
     dist.destroy_process_group()

@@ -1,26 +1,43 @@
-"""Train the same small GPT with each hook on several ranks; compare loss, time and bytes sent.
+"""Train the same small GPT with each hook on several ranks; compare the time to a loss, and bytes sent.
 
-    python -m benchmarks.demo --hook all --steps 400
+    python -m benchmarks.demo --hook all --link 100,25
 
-Every hook trains the same weights on the same data in the same order. The text is the source of Python's own
-standard library. It writes a JSON record per hook and a picture to --out.
+The ranks are processes on this machine. On a CPU the link between them is emulated: a collective ends when
+its bytes would have arrived. Every hook trains the same weights on the same data in the same order: the
+source of Python's own standard library. It writes a JSON record per hook and a picture to --out.
 """
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
+import torch
 from torch.multiprocessing.spawn import ProcessException
 
 from benchmarks.demo import chart, train
 from benchmarks.demo.options import add_training_options, check_training_options
-from benchmarks.demo.train import HOOKS
+from benchmarks.demo.train import GPT, HOOKS
+from benchmarks.demo.wire import Link
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
 from gradcomp.command_line import positive_int
 
-FIRST_HOOKS = "none,bf16,int4,powersgd_int8"  # one of each kind, so that a first run takes two minutes
+FIRST_HOOKS = "none,bf16,int8,int4,powersgd_int8,auto_hook"
+
+
+def link(text: str) -> Link | None:
+    """Parse an emulated link, or "none"."""
+    if text == "none":
+        return None
+    try:
+        mbit_per_s, delay_ms = map(float, text.split(","))
+    except ValueError:
+        mbit_per_s = delay_ms = math.nan
+    if not (0 < mbit_per_s < math.inf and 0 <= delay_ms < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither none nor MBIT_PER_S,DELAY_MS, such as 200,10")
+    return Link(mbit_per_s, delay_ms)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -31,8 +48,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--hook", default=FIRST_HOOKS, help=f"some of {known}, in this order, or all (default %(default)s)"
     )
     parser.add_argument("--ranks", type=positive_int, default=2, help="processes (default %(default)s)")
+    parser.add_argument(
+        "--link",
+        type=link,
+        default="200,10",
+        help="a rank's Mbit/s and the delay each way in ms; none: not emulated (default %(default)s)",
+    )
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder (default %(default)s)")
     add_training_options(parser)
+    parser.set_defaults(steps=120)
     options = parser.parse_args(arguments)
     check_training_options(parser, options)
     options.hooks = list(HOOKS) if options.hook == "all" else options.hook.split(",")
@@ -42,22 +66,33 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def headline(options: argparse.Namespace) -> str:
+    """Say what is trained, over which link."""
+    with torch.device("meta"):
+        net = GPT(options.width, options.layers, options.heads, options.sequence)
+    num_parameters = sum(parameter.numel() for parameter in net.parameters())
+    if torch.cuda.is_available():
+        over = "GPUs' links, which aren't emulated"
+    elif options.link is None:
+        over = "the loopback"
+    else:
+        over = f"an emulated link of {options.link} (--link none: without)"
+    return f"Training a GPT of {num_parameters:,} parameters on {options.ranks} ranks, over {over}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     exit_on_signals()
-    records = []
-    for hook in options.hooks:
-        print(f"\n== {hook}: {options.ranks} ranks, {options.steps} steps", flush=True)
-        options.hook, options.record = hook, options.out / f"{hook}.json"
-        try:
-            run_ranks(train.work, options.ranks, options)
-        except ProcessException as error:
-            print(f"demo: training with {hook!r} failed: {error}", file=sys.stderr)
-            return 1
-        records.append(json.loads(options.record.read_text()))
+    print(headline(options), flush=True)
+    try:
+        run_ranks(train.work, options.ranks, options)
+    except ProcessException as error:
+        print(f"demo: training failed: {error}", file=sys.stderr)
+        return 1
+    records = [json.loads((options.out / f"{hook}.json").read_text()) for hook in options.hooks]
     print("\n" + chart.table(records))
-    write_picture(chart.draw, records, options.out / "loss_vs_bytes.png")
+    write_picture(chart.draw, records, options.out / "demo.png")
     return 0
 
 

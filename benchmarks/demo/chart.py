@@ -1,61 +1,62 @@
-"""The demo's results: a table, and a picture of loss against bytes sent."""
+"""The demo's results: a table, and a picture of loss against time and against bytes sent."""
 
-from itertools import accumulate
+import math
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import COLORS, picture
+from benchmarks.pictures import COLORS, label_decades, picture
 
-Record = dict[str, Any]  # what train.py writes with --record
+Record = dict[str, Any]  # what train.py writes
+
+
+def target_loss(records: list[Record]) -> float:
+    """Return a validation loss that every run has reached."""
+    return max(min(loss for _, loss in record["validation_losses"]) for record in records)
+
+
+def seconds_to(target: float, record: Record) -> float:
+    """Return the seconds of training until a validation loss, between two validations; NaN if never."""
+    ended_at = [0.0, *accumulate(record["step_s"])]
+    for (start, before), (end, after) in pairwise(record["validation_losses"]):
+        if before > target >= after:
+            part = (before - target) / (before - after)
+            return ended_at[start] + part * (ended_at[end] - ended_at[start])
+    return math.nan
 
 
 def table(records: list[Record]) -> str:
-    """Format one line per hook, under the reducer's name. Rates refer to the first record's bytes."""
+    """Format one line per hook. Rates and gains refer to the first record."""
+    target, first = target_loss(records), records[0]
+    first_s = seconds_to(target, first)
     lines = [
-        f"reducer: {records[0]['reducer']}",
-        f"{'hook':14}{'bytes/step':>12}{'rate':>8}{'ms/step':>9}{'loss':>8}{'validation loss':>17}",
+        f"Time to a validation loss of {target:.3f}, which every hook has reached:",
+        "hook           bytes/step   fewer  ms/step  seconds to it  times as fast  last loss",
     ]
     for record in records:
-        rate = records[0]["bytes_per_step"] / record["bytes_per_step"]
+        seconds = seconds_to(target, record)
         lines.append(
-            f"{record['hook']:14}{record['bytes_per_step']:>12,}{rate:>7.1f}×{record['ms_per_step']:>9.0f}"
-            f"{record['loss']:>8.3f}{record['validation_loss']:>17.3f}"
+            f"{record['hook']:14}{record['bytes_per_step']:>11,}"
+            f"{first['bytes_per_step'] / record['bytes_per_step']:>7.1f}×{record['ms_per_step']:>9.0f}"
+            f"{seconds:>15.1f}{first_s / seconds:>14.1f}×{record['validation_loss']:>11.3f}"
+            + (f"  chose {record['choice']}" if record["choice"] else "")
         )
     return "\n".join(lines)
 
 
 def draw(records: list[Record], path: Path) -> None:
-    """Write a PNG of each hook's training loss (thin, smoothed) and validation loss (thick) by MB sent.
+    """Write a PNG of each hook's validation loss by seconds, and by MB sent; legible on a phone.
 
     Raises ImportError without matplotlib.
     """
-    with picture(path, panel_size=(8, 4.5)) as [axes]:
+    with picture(path, 2) as [by_time, by_bytes]:
         for index, record in enumerate(records):
-            color = COLORS[index % len(COLORS)]
-            style = "-" if index % 2 == 0 else (0, (2, 2))  # dashes show a line of the same course
-            sent_mb = [0.0, *(total / 1e6 for total in accumulate(record["step_bytes"]))]
-            axes.plot(sent_mb[1:], smoothed(record["losses"]), color=color, linewidth=0.8, alpha=0.5)
-            steps, losses = zip(*record["validation_losses"], strict=True)
-            axes.plot(
-                [sent_mb[step] for step in steps],
-                losses,
-                color=color,
-                linestyle=style,
-                linewidth=2,
-                label=record["hook"],
-            )
-            axes.plot(sent_mb[steps[-1]], losses[-1], "o", color=color)
-        ranks = f"{records[0]['options']['steps']} steps, seed {records[0]['options']['seed']}"
-        axes.set_title(f"A small GPT, {ranks}: loss against bytes", loc="left")
-        axes.set_xlabel("MB that each rank has handed to collectives")
-        axes.set_ylabel("loss, nats per byte")
-        axes.legend(title="validation loss (thin: training)", frameon=False)
-
-
-def smoothed(values: list[float], window: int = 9) -> list[float]:
-    """Return each value's mean with those before it, over at most `window` values."""
-    means = []
-    for end in range(1, len(values) + 1):
-        part = values[max(0, end - window) : end]
-        means.append(sum(part) / len(part))
-    return means
+            steps, losses = zip(*record["validation_losses"][1:], strict=True)
+            for axes, of_steps, unit in ((by_time, "step_s", 1), (by_bytes, "step_bytes", 1e6)):
+                so_far = list(accumulate(record[of_steps]))
+                x = [so_far[step - 1] / unit for step in steps]
+                axes.plot(x, losses, color=COLORS[index % len(COLORS)], linewidth=2, label=record["hook"])
+        by_time.set(xlabel="seconds of training", ylabel="validation loss")
+        by_time.legend(frameon=False)
+        by_bytes.set(xscale="log", xlabel="MB that a rank has sent", ylabel="validation loss")
+        label_decades(by_bytes.xaxis)

@@ -1,91 +1,55 @@
-"""Measure a hook while it trains: bytes on the wire, time per step, losses."""
+"""The history of a run: each step's bytes and time, and losses."""
 
 import math
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from fractions import Fraction
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-WARMUP_STEPS = 5  # not timed: DDP rebuilds its buckets, and allocators and caches fill
+from benchmarks.demo.wire import Wire
+
 SHOW_EVERY_S = 2.0
 LAST_STEPS = 10  # the steps over which the reported training loss is averaged
 
 
-class WireMeter(TorchDispatchMode):
-    """A counter of the bytes that this rank hands to collectives inside a ``with`` block.
-
-    They are those of all-reduces over all ranks that send as much. Every collective is an operator of torch's
-    dispatcher, whether DDP's C++ reducer or a hook issues it; so are messages from one rank to another.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_bytes = Fraction(0)
-
-    @property
-    def num_bytes(self) -> int:
-        return round(self._num_bytes)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "c10d":
-            tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
-            num_bytes = sum(tensor.nbytes for tensor in tensors)
-            self._num_bytes += num_bytes * share_of_all_reduce(func.__name__.split(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
-def share_of_all_reduce(operator: str) -> Fraction:
-    """Return the bytes that a rank sends per byte of a collective's tensors, divided by an all-reduce's."""
-    if operator in ("alltoall_base_", "_allgather_base_"):
-        return Fraction(1, 2)
-    if operator == "_reduce_scatter_base_":
-        return Fraction(dist.get_world_size(), 2)  # of its output
-    if operator == "send":
-        return Fraction(dist.get_world_size(), 2 * (dist.get_world_size() - 1))
-    return Fraction(operator != "recv_")
-
-
 class Recorder:
-    """The history of one run. Most steps are timed; in the others bytes are counted instead.
+    """The history of one run.
 
-    A step between two counted ones is assumed to send as many bytes as the last counted one. is_alone: the
-    ranks don't communicate.
+    wire: counts each step's bytes.
+    is_alone: the ranks don't communicate.
+    num_validations: after as many parts of the steps, about.
     """
 
-    def __init__(self, steps: int, device: torch.device, *, is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        steps: int,
+        device: torch.device,
+        wire: Wire,
+        *,
+        is_alone: bool = False,
+        num_validations: int = 10,
+    ) -> None:
         self.steps, self.device, self.is_alone = steps, device, is_alone
-        self.every = max(2, steps // 10)
+        self.every = max(2, steps // num_validations)
         self.losses: list[Tensor] = []
         self.step_bytes: list[int] = []
-        self.timed_ms: list[float] = []
+        self.step_s: list[float] = []
         self.validation_losses: list[tuple[int, float]] = []
-        self._shown_at = -math.inf
+        self._wire, self._shown_at = wire, -math.inf
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Count the bytes of the step that runs inside, or time it."""
-        step = len(self.step_bytes)
-        if step < WARMUP_STEPS or step % self.every == 0:
-            with WireMeter() as meter:
-                yield
-            self.step_bytes.append(meter.num_bytes)
-        else:
-            started = time.perf_counter()
-            yield
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            self.timed_ms.append((time.perf_counter() - started) * 1e3)
-            self.step_bytes.append(self.step_bytes[-1])
+        """Time the step that runs inside, and count its bytes."""
+        before, started = self._wire.num_bytes, time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.step_s.append(time.perf_counter() - started)
+        self.step_bytes.append(self._wire.num_bytes - before)
 
     def show(self, label: str) -> None:
         """Print rank 0's progress: after the last step, and at most every two seconds before."""
@@ -117,12 +81,14 @@ class Recorder:
         losses = mean_over_ranks(torch.stack(self.losses)).tolist()
         return {
             "bytes_per_step": self.step_bytes[-1],
-            "ms_per_step": statistics.median(self.timed_ms),
+            # In the first half DDP rebuilds its buckets, caches fill, and auto_hook tries its candidates.
+            "ms_per_step": statistics.median(self.step_s[self.steps // 2 :]) * 1e3,
             "loss": statistics.mean(losses[-LAST_STEPS:]),
             "validation_loss": self.validation_losses[-1][1],
             "losses": losses,
             "validation_losses": self.validation_losses,
             "step_bytes": self.step_bytes,
+            "step_s": self.step_s,
         }
 
 

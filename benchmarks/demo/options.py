@@ -4,7 +4,7 @@ import argparse
 
 from gradcomp.command_line import positive_int
 
-MIN_STEPS = 10  # fewer leave no step to time after the warm-up
+MIN_STEPS = 10  # fewer leave no step to time after the plain ones
 REDUCERS = ("torch", "gradcomp")  # what averages gradients during backward: torch's DDP, or our Reducer
 
 
@@ -18,7 +18,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         ("heads", 4, "its attention heads"),
         ("batch", 8, "sequences per rank and step"),
         ("sequence", 64, "bytes per sequence"),
-        ("powersgd-rank", 4, "rank of PowerSGD's factors"),
+        ("powersgd-rank", 8, "rank of PowerSGD's factors"),
     ):
         help_text = f"{text} (default: %(default)s)"
         group.add_argument(f"--{name}", type=positive_int, default=default, metavar="N", help=help_text)

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 -m benchmarks.demo.train --hook fp16
 
 One line registers the hook. The rest is an ordinary DistributedDataParallel script.
-``python -m benchmarks.demo`` runs it once per hook. With ``--reducer gradcomp`` gradcomp's Reducer replaces
-DistributedDataParallel.
+``python -m benchmarks.demo`` trains with several hooks, over an emulated link. With ``--reducer gradcomp``
+gradcomp's Reducer replaces DistributedDataParallel.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import os
 import sysconfig
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo.corpus import VOCABULARY, Windows
-from benchmarks.demo.measure import WARMUP_STEPS, Recorder, check_replicas
+from benchmarks.demo.measure import Recorder, check_replicas
 from benchmarks.demo.options import add_training_options, check_training_options
+from benchmarks.demo.wire import Wire
 from gradcomp import Reducer
+from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.named_hooks import NamedHook
 
 Averager = DistributedDataParallel | Reducer
@@ -36,8 +39,12 @@ HOOKS = {
     "powersgd": "powersgd:{rank}",
     "powersgd_int8": "powersgd:{rank}:int8",
     "batched": "batched:{rank}",
+    "auto_hook": "",
 }
 
+# The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets. The
+# rule for real runs is a tenth.
+PLAIN_STEPS = 4
 LEARNING_RATE = 1e-3
 TIMEOUT = timedelta(seconds=60)  # the time after which a rank stops waiting for another
 
@@ -127,29 +134,35 @@ def train_steps(
         recorder.show(label)
 
 
-def train(options: argparse.Namespace, device: torch.device) -> Recorder:
-    """Train a GPT with ``options.hook`` on this rank's part of the data."""
+def register(hook: str, averager: Averager, powersgd_rank: int) -> AutoState | None:
+    """Register a hook of HOOKS; return the state of auto_hook."""
+    if hook != "auto_hook":
+        NamedHook.named(HOOKS[hook].format(rank=powersgd_rank)).register(averager, PLAIN_STEPS)
+        return None
+    state = AutoState(start_iter=PLAIN_STEPS, rounds=1)  # a short trial, for a short run
+    averager.register_comm_hook(state, auto_hook)
+    return state
+
+
+def train(hook: str, options: argparse.Namespace, device: torch.device, wire: Wire) -> dict[str, Any]:
+    """Train a GPT with a hook on this rank's part of the data, and return the record of the run."""
     folder = sysconfig.get_paths()["stdlib"]
     data = Windows(folder, options.sequence, options.seed, dist.get_rank(), dist.get_world_size())
     validation = data.validation.to(device)
     torch.manual_seed(options.seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence).to(device)
     model, averager = with_reducer(net, options.reducer)
-    # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets.
-    # They are so few that the last step whose bytes are always counted is compressed; the rule for real runs
-    # is a tenth.
-    hook = NamedHook.named(HOOKS[options.hook].format(rank=options.powersgd_rank))
-    hook.register(averager, WARMUP_STEPS - 1)
-    recorder = Recorder(options.steps, device)
+    state = register(hook, averager, options.powersgd_rank)
+    recorder = Recorder(options.steps, device, wire, num_validations=20)
     train_steps(
-        options.hook,
+        hook,
         recorder,
         torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE),
         lambda: loss_of(model, data.draw(options.batch).to(device)),
         lambda: loss_of(net, validation),
     )
     check_replicas(list(net.parameters()))
-    return recorder
+    return {"hook": hook, "choice": state and state.choice, **recorder.result()}
 
 
 def join_group(store: str | None = None) -> torch.device:
@@ -176,24 +189,37 @@ def join_group(store: str | None = None) -> torch.device:
 
 
 def work(rank: int, store: str, options: argparse.Namespace) -> None:
-    """Train as one of options.ranks ranks on this machine, which join through a file."""
+    """Train with each of options.hooks as one of options.ranks ranks here, which join through a file.
+
+    Rank 0 writes the records to options.out.
+    """
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(options.ranks)}
-    run(options, join_group(store))
+    device = join_group(store)
+    with Wire(options.link) as wire:
+        for hook in options.hooks:
+            if rank == 0:
+                print(f"\n== {hook}", flush=True)
+            run(hook, options.out / f"{hook}.json", options, device, wire)
+    dist.destroy_process_group()
 
 
-def run(options: argparse.Namespace, device: torch.device) -> None:
-    """Train, write the record if there is to be one, and leave the process group."""
-    result = train(options, device).result()
-    if options.record and dist.get_rank() == 0:
-        facts = {"hook": options.hook, "reducer": options.reducer}
-        facts |= {"ranks": dist.get_world_size(), "device": device.type}
-        versions = {"torch": torch.__version__, "backend": dist.get_backend()}
-        with open(options.record, "w") as file:
-            json.dump({**facts, **versions, "options": vars(options), **result}, file, default=str)
+def run(
+    hook: str,
+    path: os.PathLike[str] | str | None,
+    options: argparse.Namespace,
+    device: torch.device,
+    wire: Wire,
+) -> None:
+    """Train with a hook, and write the record if there is to be one."""
+    record = train(hook, options, device, wire)
+    if path and dist.get_rank() == 0:
+        facts = {"reducer": options.reducer, "ranks": dist.get_world_size(), "device": device.type}
+        facts |= {"torch": torch.__version__, "backend": dist.get_backend(), "options": vars(options)}
+        with open(path, "w") as file:
+            json.dump({**facts, **record}, file, default=str)
     # DDP models are freed by the garbage collector only. Until then they keep the process group and its
     # threads alive, which abort if they free a tensor while Python shuts down.
     gc.collect()
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -206,7 +232,10 @@ def main() -> None:
     check_training_options(parser, options)
     if "LOCAL_RANK" not in os.environ:
         parser.error("start me with torchrun: torchrun --nproc-per-node 2 -m benchmarks.demo.train")
-    run(options, join_group())
+    device = join_group()
+    with Wire() as wire:
+        run(options.hook, options.record, options, device, wire)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from benchmarks import sharding
 from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
-from benchmarks.demo.measure import WireMeter, check_replicas
+from benchmarks.demo.measure import check_replicas
+from benchmarks.demo.wire import Wire
 from benchmarks.network.report import FLAT
 from benchmarks.network.workloads import WORKLOADS, Workload
 from gradcomp.comm.nodes import AUTO as TORCHRUNS
@@ -159,7 +160,7 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
         while trainer.auto.choice is None and trainer.auto.iter < MAX_TRIAL_STEPS:
             trainer.step()
         chosen = {"choice": trainer.auto.choice, "said": said.last}
-    with WireMeter() as meter:
+    with Wire() as wire:
         started = time.perf_counter()
         trainer.step()
     # All ranks take as many steps as rank 0 has time for.
@@ -187,7 +188,7 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
         "forward_ms": forward,
         "backward_ms": backward,
         "optimizer_ms": rest,
-        "all_reduce_bytes": meter.num_bytes,
+        "all_reduce_bytes": wire.num_bytes,
         "sent_bytes_per_step": sent / num_steps,
         **chosen,
     }

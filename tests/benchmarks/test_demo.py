@@ -1,4 +1,4 @@
-"""Test the demo in tiny real runs: the bytes that it counts, and how it ends after a failure."""
+"""Test the demo in tiny real runs: its link, the bytes that it counts, and how it ends after a failure."""
 
 import json
 import os
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.demo.__main__ import parse
-from benchmarks.demo.measure import WireMeter, check_replicas
+from benchmarks.demo.measure import check_replicas
+from benchmarks.demo.wire import Link, Wire
 from gradcomp.comm.consistency import MESSAGE_BYTES
 from gradcomp.comm.exchange import all_gather, all_to_all
 from tests.depth import everyday
@@ -73,28 +74,32 @@ def test_a_whole_demo(start, tmp_path):
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
     none, fp16 = (json.loads((tmp_path / f"{hook}.json").read_text()) for hook in ("none", "fp16"))
-    assert f"none{none['bytes_per_step']:>22,}    1.0×" in output
-    assert f"fp16{fp16['bytes_per_step']:>22,}    2.0×" in output
+    assert f"none{none['bytes_per_step']:>21,}    1.0×" in output
+    assert f"fp16{fp16['bytes_per_step']:>21,}    2.0×" in output
     # Weights: two embeddings, a block (12 width² + 13 width), the last norm, the head; 4 bytes each.
     parameters = 256 * 32 + 16 * 32 + 12 * 32**2 + 13 * 32 + 2 * 32 + 256 * 32
+    assert output.startswith(
+        f"Training a GPT of {parameters:,} parameters on 2 ranks, over an emulated link of 200 Mbit/s with "
+        "10 ms each way (--link none: without)\n"
+    )
     assert none["bytes_per_step"] == 4 * parameters
+    assert min(none["step_s"]) >= 4 * parameters / 25e6 + 2 * 0.01
     assert none["losses"][0] == fp16["losses"][0], "not the same weights and data"
     assert none["losses"][-1] < none["losses"][0]
     assert len(none["losses"]) == len(none["step_bytes"]) == 13
     assert none["validation_losses"][-1] == [13, none["validation_loss"]]
-    assert none["ms_per_step"] > 0
-    assert (tmp_path / "loss_vs_bytes.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert none["reducer"] == "torch"
-    assert "reducer: torch\n" in output
 
     # gradcomp's Reducer and torch's DDP have equal losses, up to rounding. Each run itself checks that its
     # replicas have equal bits.
-    demo = start("--hook", "none", "--steps", "13", "--reducer", "gradcomp", "--out", str(tmp_path / "ours"))
+    options = ("--reducer", "gradcomp", "--link", "none", "--out", str(tmp_path / "ours"))
+    demo = start("--hook", "none", "--steps", "13", *options)
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
     ours = json.loads((tmp_path / "ours" / "none.json").read_text())
+    assert "on 2 ranks, over the loopback\n" in output
     assert ours["reducer"] == "gradcomp"
-    assert "reducer: gradcomp\n" in output
     assert ours["losses"] == pytest.approx(none["losses"], rel=1e-5)
     assert ours["validation_loss"] == pytest.approx(none["validation_loss"], rel=1e-5)
     assert ours["bytes_per_step"] == none["bytes_per_step"]
@@ -102,14 +107,15 @@ def test_a_whole_demo(start, tmp_path):
 
 def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
     hooks = everyday(["powersgd_int8"], ["powersgd", "powersgd_int8", "batched"])
-    demo = start("--hook", ",".join(["none", *hooks]), "--steps", "50", "--powersgd-rank", "2")
+    options = ("--powersgd-rank", "2", "--link", "none")
+    demo = start("--hook", ",".join(["none", *hooks]), "--steps", "50", *options)
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
     none = json.loads((tmp_path / "none.json").read_text())
     for hook in hooks:
         power_sgd = json.loads((tmp_path / f"{hook}.json").read_text())
-        compared = 2 * 2 * MESSAGE_BYTES + 8  # options, nodes and the links' delay, once
-        # A step that isn't counted is assumed to send the bytes of the last counted step.
+        # Options and nodes; the links' delay once per group.
+        compared = 2 * 2 * MESSAGE_BYTES + 8 * (hook == hooks[0])
         assert power_sgd["step_bytes"][:4] == [none["step_bytes"][0] + compared, *none["step_bytes"][1:4]]
         assert power_sgd["step_bytes"][4:] == [power_sgd["bytes_per_step"]] * 46
         assert power_sgd["bytes_per_step"] < none["bytes_per_step"] / 2
@@ -134,7 +140,7 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
     wait_for_text(demo, "step ")
     pids = descendants(demo.pid)
     os.kill(ranks_of(demo)[1], signal.SIGKILL)
-    wait_for_text(demo, "demo: training with 'bf16' failed")
+    wait_for_text(demo, "demo: training failed")
     assert demo.wait(timeout=30) == 1
     wait_until_gone(pids)
 
@@ -144,9 +150,13 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
     [
         (
             ["--hook", "fp16,fp8"],
-            "there is no 'fp8'; known are none,allreduce,fp16,bf16,int8,int4,powersgd,powersgd_int8,batched, "
-            "and all",
+            "there is no 'fp8'; known are none,allreduce,fp16,bf16,int8,int4,powersgd,powersgd_int8,batched,"
+            "auto_hook, and all",
         ),
+        (["--link", "5"], "argument --link: '5' is neither none nor MBIT_PER_S,DELAY_MS, such as 200,10"),
+        (["--link", "0,10"], "argument --link: '0,10' is neither none nor"),
+        (["--link", "200,-1"], "argument --link: '200,-1' is neither none nor"),
+        (["--link", "inf,0"], "argument --link: 'inf,0' is neither none nor"),
         (["--powersgd-rank", "0"], "argument --powersgd-rank: '0' is not a whole number of at least 1"),
         (["--ranks", "0"], "argument --ranks: '0' is not a whole number of at least 1"),
         (["--heads", "3"], "--width must be a multiple of --heads: got 32 and 3"),
@@ -165,11 +175,11 @@ def test_the_meter_counts_what_is_handed_to_collectives(tmp_path):
     store = (tmp_path / "store").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
-        with WireMeter() as meter:
+        with Wire() as wire:
             dist.all_reduce(torch.zeros(1000))
             dist.all_reduce(torch.zeros(10, dtype=torch.float16), async_op=True).wait()
-            torch.zeros(5).add_(1)
-        assert meter.num_bytes == 4020
+        dist.all_reduce(torch.zeros(5))
+        assert wire.num_bytes == 4020
     finally:
         dist.destroy_process_group()
 
@@ -177,16 +187,49 @@ def test_the_meter_counts_what_is_handed_to_collectives(tmp_path):
 def metered(rank, world_size):
     """Send an all-to-all and an all-gather of 120 bytes as messages; return the counted bytes."""
     rows = torch.zeros(world_size, 120 // world_size, dtype=torch.uint8)
-    with WireMeter() as meter:
+    with Wire() as wire:
         all_to_all(torch.empty_like(rows), rows, dist.group.WORLD).wait()
         all_gather(torch.empty_like(rows), rows[0], dist.group.WORLD).wait()
-    return meter.num_bytes
+    return wire.num_bytes
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_messages_count_as_the_collectives_that_they_make(run_ranks, world_size):
     """An all-to-all and an all-gather each count as half of an all-reduce of 120 bytes."""
     assert run_ranks(metered, world_size, world_size) == [120] * world_size
+
+
+def test_bytes_follow_one_another_and_delays_overlap():
+    link = Link(mbit_per_s=8, delay_ms=10)  # 1 MB/s
+    assert link.arrival(1000, 2, now=5.0) == pytest.approx(5.021)
+    assert link.arrival(2000, 2, now=5.0) == pytest.approx(5.023)
+    assert link.arrival(0, 1, now=5.0) == pytest.approx(5.023)  # not before what was sent before it
+    assert link.arrival(1000, 1, now=6.0) == pytest.approx(6.011)
+
+
+def check_an_emulated_link(rank):
+    group, tensors = dist.group.WORLD, [torch.full((25_000,), rank + 1.0) for _ in range(2)]
+    with Wire(Link(mbit_per_s=80, delay_ms=20)):  # 100 kB take 10 ms
+        begun = time.monotonic()
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for number, work in enumerate(works, 1):
+            work.wait()
+            assert time.monotonic() - begun >= 0.0099 * number + 2 * 0.02
+        assert all((tensor == 3).all() for tensor in tensors)
+
+        begun = time.monotonic()
+        received, sent = torch.empty(2, 25_000), torch.full((2, 25_000), float(rank))
+        all_to_all(received, sent, group).wait()
+        assert time.monotonic() - begun >= 0.0099 + 0.02
+        assert received[:, 0].tolist() == [0, 1]
+
+    with pytest.raises(RuntimeError, match="BAND"), Wire(Link(mbit_per_s=80, delay_ms=20)):
+        dist.all_reduce(torch.zeros(1), dist.ReduceOp.BAND)
+
+
+def test_an_emulated_link_delays_but_changes_nothing(run_ranks):
+    """gloo gets collectives and messages when their bytes would have arrived. Its errors are raised."""
+    run_ranks(check_an_emulated_link, 2)
 
 
 def check_different_replicas(rank):
