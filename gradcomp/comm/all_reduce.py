@@ -21,7 +21,7 @@ from gradcomp.device import has_streams
 from .bucket import as_real
 from .exchange import MIN_DELAY_S, all_reduce, round_trip_s
 from .pipeline import Pipeline, Stages, average_in_stages
-from .process_group import ExplainedError, Explaining
+from .process_group import ExplainedError, Explaining, backends_of
 from .streams import Future
 
 
@@ -132,7 +132,7 @@ def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Explain
         if isinstance(error, dist.DistError) or "/gloo/" in str(error):
             raise operation.explained(error) from error
         raise ExplainedError(
-            f"backend {dist.get_backend(group)!r} did not all-reduce a {wire.dtype} tensor on "
+            f"backend {','.join(backends_of(group))!r} did not all-reduce a {wire.dtype} tensor on "
             f"{wire.device}: {error}. If it has no all-reduce for {wire.dtype}, register a hook that "
             "sends another dtype"
         ) from error

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .process_group import WAITING, ExplainedError, Explaining, kept_of, timeout_of
+from .process_group import WAITING, ExplainedError, Explaining, kept_of, ranks_of, timeout_of
 
 
 def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: str) -> None:
@@ -130,7 +130,7 @@ def require_same_on_all_ranks(
             texts = _all_gather(mine, max(lengths), group, device)
     by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
     values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group)
     if differences := _differences(values_of_ranks, ranks):
         shown = "; ".join(differences.values())
         raise ExplainedError(f"{whose} differs between the ranks: {shown}. {advice}")

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from gradcomp import ops
 
 from ..rules import described
-from .process_group import Explaining, kept_of
+from .process_group import Explaining, backends_of, kept_of
 from .reduced_values import ReducedValues
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
 
     On NCCL the sum is NCCL's. Elsewhere it is in fp32 (fp64), in the order of the ranks, and rounded once.
     """
-    if f"{sent.device.type}:nccl" in dist.get_backend_config(group).split(","):
+    if f"{sent.device.type}:nccl" in backends_of(group):
         yield dist.reduce_scatter_tensor(own, sent.view(-1), group=group, async_op=True)
     else:
         received = torch.empty_like(sent)
@@ -213,7 +213,7 @@ def reduce_hierarchically(
 def takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether the group's ranks exchange messages of such tensors: on gloo, on a CPU."""
     # A group may have a backend for each type of device.
-    return tensor.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group).split(",")
+    return tensor.device.type == "cpu" and "cpu:gloo" in backends_of(group)
 
 
 class _Messages(dist.Work):

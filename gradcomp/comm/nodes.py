@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..rules import described
 from .announcement import say
 from .consistency import require_same_on_all_ranks
-from .process_group import joined_group, kept_of, timeout_of
+from .process_group import global_ranks_of, joined_group, kept_of, timeout_of
 
 AUTO = "auto"
 _SIZE = "LOCAL_WORLD_SIZE"
@@ -61,7 +61,7 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
     made: dict[int, Nodes] = kept_of(group).setdefault("nodes", {})
     if ranks_per_node in made:
         return made[ranks_per_node]
-    ranks = dist.get_process_group_ranks(group)
+    ranks = global_ranks_of(f"ranks_per_node={ranks_per_node}", group)
     num_nodes, num_left = divmod(len(ranks), ranks_per_node)
     if num_left:
         raise ValueError(

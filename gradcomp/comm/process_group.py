@@ -35,19 +35,22 @@ _IN_CALLBACK = re.compile(r".*when running the callback: (\w+): (.*?)\n+At:\n.*"
 def require_group(whose: str, process_group: Any, argument: str = "process_group") -> None:
     """Raise TypeError for anything but a process group and None, which means the default one.
 
-    Raises ValueError for a group that torch.distributed doesn't know, such as torchft's.
+    A group that torch.distributed hasn't made must be a plain ProcessGroup, as the parent of torchft's is.
+
+    Raises ValueError for another group that torch.distributed doesn't know.
     """
     if process_group is None:
         return
     if isinstance(process_group, dist.ProcessGroup):
-        try:
-            dist.get_backend(process_group)
-        except (KeyError, RuntimeError, ValueError) as error:
+        # torch names the groups that it makes; destroy_process_group leaves the name.
+        is_plain = type(process_group) is dist.ProcessGroup and not process_group.group_name
+        if not (is_plain or _is_registered(process_group)):
             raise ValueError(
                 f"torch.distributed doesn't know the {type(process_group).__name__} that {whose} got as its "
                 f"{argument}: pass a group that init_process_group, new_group or init_device_mesh has made. "
-                "Likely cause: the group is torchft's, or destroy_process_group has ended it"
-            ) from error
+                "Likely cause: the group is torchft's, which has the ranks in its .parent after each quorum "
+                "(see gradcomp.frameworks.torchft), or destroy_process_group has ended it"
+            )
         _known.add(process_group)
         return
     if type(process_group) is int and process_group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -81,6 +84,37 @@ def joined_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup |
     return dist.group.WORLD if process_group is None else process_group
 
 
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """Return the group's global ranks; the ranks in itself if torch.distributed hasn't made it."""
+    return dist.get_process_group_ranks(group) if _is_registered(group) else [*range(group.size())]
+
+
+def global_ranks_of(whose: str, group: dist.ProcessGroup) -> list[int]:
+    """Return the group's global ranks. Raises ValueError for a group that torch.distributed hasn't made."""
+    if not _is_registered(group):
+        raise ValueError(
+            f"{whose} needs the global ranks of a process group that torch.distributed hasn't made: pass a "
+            "group that init_process_group, new_group or init_device_mesh has made"
+        )
+    return dist.get_process_group_ranks(group)
+
+
+def backends_of(group: dist.ProcessGroup) -> list[str]:
+    """Return the group's back ends by the type of device, such as ["cpu:gloo", "cuda:nccl"]."""
+    if _is_registered(group):
+        return dist.get_backend_config(group).split(",")
+    return [f"{each.type}:{group._get_backend(each).name()}" for each in group._device_types]
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    """Return whether torch.distributed has made the group, and not ended it."""
+    try:
+        dist.get_backend(group)
+    except (KeyError, RuntimeError, ValueError):
+        return False
+    return True
+
+
 def kept_of(group: dist.ProcessGroup) -> dict[Any, Any]:
     """Return what is remembered of a group, until it ends or its size or this rank's number in it changes."""
     size, rank = group.size(), group.rank()
@@ -104,7 +138,7 @@ def device_for(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor]) -> tor
 
     With NCCL: the device of the first CUDA tensor, where the model is; the current device if there is none.
     """
-    if dist.get_backend(group) != "nccl":
+    if any(each.startswith("cpu:") for each in backends_of(group)):
         return torch.device("cpu")
     devices = (tensor.device for tensor in tensors if has_streams(tensor.device))
     return next(devices, None) or torch.device("cuda", torch.cuda.current_device())

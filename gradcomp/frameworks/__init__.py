@@ -1,7 +1,7 @@
 """Hooks for models that a framework wraps: Accelerate, Fabric, Lightning, Transformers, Ray.
 
-gradcomp.frameworks.lightning and gradcomp.frameworks.transformers are imported by name only: each needs a
-package of that name.
+gradcomp.frameworks.lightning, .torchft and .transformers are imported by name only: each needs a package of
+that name.
 """
 
 from __future__ import annotations

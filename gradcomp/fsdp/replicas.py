@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import require_same_group
-from gradcomp.comm.process_group import require_group
+from gradcomp.comm.process_group import global_ranks_of, require_group
 from gradcomp.compress import CompressorState
 from gradcomp.device import has_streams
 from gradcomp.reducer import broadcast_coalesced
@@ -138,7 +138,8 @@ def check_replicas(
                 f"{group.name} is replicated by torch, which averages over the replicas by itself. Give "
                 'fully_shard a 1-D mesh, mesh["shard"], and the replicas\' group to compress_replicas'
             )
-        shards, replicas = map(dist.get_process_group_ranks, (group.shard_group, replicate_group))
+        shards = dist.get_process_group_ranks(group.shard_group)
+        replicas = global_ranks_of(_WHOSE, replicate_group)
         if len(common := set(shards) & set(replicas)) > 1:
             raise ValueError(
                 f"replicate_group has ranks {replicas}, of which {sorted(common)} hold different shards of "

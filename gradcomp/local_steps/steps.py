@@ -24,13 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..comm.bucket import Hook, name_of
 from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
 from ..comm.process_group import device_for, resolve_group
 from ..comm.reduced_values import ReducedValues
 from ..compress import CompressorState
+from ..compress.sharing import furthest, take_over
 from ..reducer import broadcast_coalesced
 from ..reducer.average import Averaging
 from ..reducer.parameters import common_name_of
@@ -236,12 +237,8 @@ class LocalSteps(SavedSteps):
         self._group = group = resolve_group("LocalSteps", given, "process_group")
         self._device = device_for(group, self._common.local().values())
         require_all_ranks("LocalSteps", "train by local steps", group, "Make it on every rank")
-        progress = [
-            (1 if is_new else 2 + self._num_exchanges) * (i == group.rank()) for i in range(group.size())
-        ]
-        what, add = "compare how far the ranks have gone", dist.ReduceOp.SUM
-        found = ReducedValues(what, progress, [group], self._device, add).wait()
-        source, are_all_new = found.index(max(found)), max(found) == 1
+        source, most = furthest(1 if is_new else 2 + self._num_exchanges, group, self._device)
+        are_all_new = most == 1
         tensors, rest = self._common.optimizer_state()
         values = {
             "every": self._every,
@@ -260,15 +257,14 @@ class LocalSteps(SavedSteps):
         sent = [each for each in (*self._common.local().values(), *others) if each.numel()]
         broadcast_coalesced(sent, source, group)
         if not are_all_new:
-            shares = hasattr(self._state, "shared_state_dict")
-            own = (self._counts(), tensors, rest, self._state.shared_state_dict() if shares else None)
+            own = (self._counts(), tensors, rest)
             taken: list[Any] = [tree_map_only(torch.Tensor, torch.Tensor.cpu, own)]
             dist.broadcast_object_list(taken, group_src=source, group=group)
-            counts, tensors, rest, hook_state = taken[0]
+            counts, tensors, rest = taken[0]
             self._set(counts)
             self._common.load_optimizer(tensors, rest)
-            if hook_state is not None and not _are_equal(hook_state, own[-1]):
-                self._state.load_state_dict(hook_state)
+            if hasattr(self._state, "shared_state_dict"):
+                take_over(self._state, source, group)
         if is_new or any(not each.equal(before[name]) for name, each in self._common.local().items()):
             self._own.write(self._common.local())
         self._num_active = group.size()
@@ -323,21 +319,6 @@ class LocalSteps(SavedSteps):
         self._own.write(self._common.local(exchange.moved))
         for name, weight in self._own.local(now).items():  # what this rank has learned during the exchange
             weight += now[name] - exchange.begun[name]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two shared_state_dicts have the same step and directions."""
-
-    def flat(state: Any) -> Any:
-        return tree_flatten(
-            (state["iter"], sorted(state["parameters"].items(), key=lambda pair: str(pair[0])))
-        )
-
-    (ours, outline), (theirs, others_outline) = flat(one), flat(other)
-    return outline == others_outline and all(
-        a.cpu().equal(b.cpu()) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(ours, theirs, strict=True)
-    )
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class _Chunk:
             for indices, views in self._parts:
                 torch._foreach_copy_(views, [tensors[index] for index in indices])
         with Explaining.of(f"copy the parameters or buffers of rank {src} to all ranks", group):
-            dist.broadcast(self._wire, dist.get_global_rank(group, src), group=group)
+            dist.broadcast(self._wire, group_src=src, group=group)
         if not is_source:
             # Inference tensors, such as buffers that a validation has made, change in inference mode alone.
             with torch.inference_mode(any(each.is_inference() for each in tensors)), torch.no_grad():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradcomp.comm.consistency import require_same_on_all_ranks
-from gradcomp.comm.process_group import Explaining, require_group
+from gradcomp.comm.process_group import Explaining, ranks_of, require_group
 
 from .autograd import listed
 
@@ -117,7 +117,7 @@ def agree_on_order(order: Sequence[int], device: torch.device, group: dist.Proce
     """Return rank 0's order, on every rank."""
     agreed = torch.tensor(order, dtype=torch.int64, device=device)
     with Explaining.of("get rank 0's order of buckets", group):
-        dist.broadcast(agreed, src=dist.get_global_rank(group, 0), group=group)
+        dist.broadcast(agreed, group_src=0, group=group)
     # Waits for the device, once in a Reducer's life: the host cuts the buckets.
     result: list[int] = agreed.tolist()
     return result
@@ -159,7 +159,7 @@ class Agreement:
         """
         group = _group_of(state, hook)
         is_group = state is None or isinstance(state, dist.ProcessGroup)
-        others = None if group is None else dist.get_process_group_ranks(group)
+        others = None if group is None else ranks_of(group)
         values = self._options | {
             "hook": None if hook is None else common_name_of(hook),
             "the state's type": None if is_group else common_name_of(type(state)),
@@ -168,7 +168,7 @@ class Agreement:
         advice = "Register the same hook on every rank, with the same options"
         if self.group is self:
             self._require_same("what the Reducer averages with", values, advice)
-        ranks = dist.get_process_group_ranks(self._group)
+        ranks = ranks_of(self._group)
         if others is not None and sorted(ranks) != sorted(others):
             raise RuntimeError(
                 f"the communication hook {common_name_of(hook)} averages over the ranks {others}, but the "
@@ -254,7 +254,7 @@ class Sharing:
         for reference, common in self.others:
             other = reference()
             if other is not None and other.is_stepping:
-                theirs, ours = (dist.get_process_group_ranks(each._group) for each in (other, self))
+                theirs, ours = (ranks_of(each._group) for each in (other, self))
                 if sorted(theirs) != sorted(ours):
                     raise RuntimeError(
                         f"parameter {self._names[min(common)]} is being averaged by two Reducers in one "

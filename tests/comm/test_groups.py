@@ -104,6 +104,39 @@ def test_a_group_that_torch_does_not_know_is_refused_everywhere(run_ranks):
             assert "pass a group that init_process_group, new_group or init_device_mesh has made" in message
 
 
+def made_elsewhere(rank):
+    """Average on a plain group that torch.distributed hasn't made, with four ranks; return messages."""
+    store = dist.PrefixStore("elsewhere", distributed_c10d._get_default_store())
+    group = dist.ProcessGroup(store, rank, 4)
+    backend = dist.ProcessGroupGloo(store, rank, 4, timedelta(seconds=20))
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    expected = sum(random_gradient(SHAPES, each, 0) for each in range(4)) / 4
+    kinds = {
+        "int4": (QuantizationState(group, 4, start_iter=0), quantization_hook),
+        "PowerSGD": (PowerSGDState(group, 2, start_powerSGD_iter=2), powerSGD_hook),
+        "all-reduce": (group, hooks.allreduce_hook),
+    }
+    for name, (state, hook) in kinds.items():
+        averaged = hook(state, Bucket(random_gradient(SHAPES, rank, 0), SHAPES)).wait()
+        assert torch.allclose(averaged, expected, atol=0.5 if name == "int4" else 1e-5), name
+    unlike = QuantizationState(group, 4 if rank else 8, start_iter=0)
+    nodes = QuantizationState(group, 4, start_iter=0, ranks_per_node=2)
+    messages = []
+    for state in (unlike, nodes):
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            quantization_hook(state, Bucket(torch.ones(1207), SHAPES))
+        messages.append(str(raised.value))
+    return messages
+
+
+def test_a_plain_group_that_torch_has_not_made(run_ranks):
+    for unlike, nodes in run_ranks(made_elsewhere, 4):
+        assert "bits is 8 on rank 0 and 4 on ranks 1, 2, 3" in unlike
+        assert nodes.startswith("ranks_per_node=2 needs the global ranks of a process group that")
+
+
 class InPlace(Group):
     """This group's ranks change in place. torch knows it."""
 

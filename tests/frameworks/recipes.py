@@ -13,6 +13,7 @@ PAGES = {
     "frameworks/mixed_precision.md": "mixed_precision.py",
     "frameworks/ray.md": "ray_train.py",
     "frameworks/torch_compile.md": "torch_compile.py",
+    "frameworks/torchft.md": "torchft_ddp.py",
     "frameworks/torchrun.md": "torchrun_ddp.py",
     "frameworks/transformers.md": "transformers_trainer.py",
     "frameworks/zero_redundancy.md": "zero_redundancy.py",

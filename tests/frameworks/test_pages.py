@@ -16,7 +16,7 @@ TOGETHER = [
     ("torchrun", "zero_redundancy", "local_steps", "torch_compile"),
 ]
 # Blocks of these pages need code that only the recipe has.
-IN_RECIPES = ["mixed_precision", "ray"]
+IN_RECIPES = ["mixed_precision", "ray", "torchft"]
 
 
 @pytest.mark.parametrize("pages", TOGETHER, ids=", ".join)

@@ -13,7 +13,10 @@ from tests.programs import ROOT, TORCHRUN
 def test_every_page_links_its_recipe_and_has_its_calls(page, recipe):
     text, source = (ROOT / "docs" / page).read_text(), (EXAMPLES / recipe).read_text()
     assert f"(../examples/{recipe})" in text
-    calls = re.findall(r"(register_comm_hook|CommHook|CommHookCallback|rescale_errors|LocalSteps)\(", text)
+    calls = re.findall(
+        r"(register_comm_hook|CommHook|CommHookCallback|DistributedDataParallel|rescale_errors|LocalSteps)\(",
+        text,
+    )
     assert calls
     assert all(f"{call}(" in source for call in calls)
 

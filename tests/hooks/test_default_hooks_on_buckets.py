@@ -97,7 +97,7 @@ def train_without_bf16(rank):
 def test_a_backend_without_bf16_is_named(run_ranks):
     for message in run_ranks(train_without_bf16, 2):
         assert message.startswith(
-            "backend 'nobf16' did not all-reduce a torch.bfloat16 tensor on cpu: Invalid"
+            "backend 'cpu:nobf16,cuda:nobf16' did not all-reduce a torch.bfloat16 tensor on cpu: Invalid"
         )
         assert message.endswith("register a hook that sends another dtype")
 
