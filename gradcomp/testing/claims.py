@@ -282,6 +282,8 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
             start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
             precision = fits[start] or precision
     averages = tolerance is not None
+    if not averages and precision == torch.float32:
+        precision = torch.float64  # in fp32, the probe shows no rounding finer than fp32's
     max_magnitude = LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
     if tolerance is not None and tolerance.of == "element":
         max_magnitude = torch.finfo(precision).max * 0.99
