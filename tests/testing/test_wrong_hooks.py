@@ -32,6 +32,7 @@ SMALL = {
     wrong_hooks.PaddingErases: Workload(
         ((1, 24),), world_size=3, steps=3, spectra=("ties",), noise=1.0, zero_steps=119
     ),
+    wrong_hooks.LastAveragePredicted: Workload(((4,),), steps=3, zero_steps=63),
 }
 
 

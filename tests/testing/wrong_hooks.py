@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.testing.compressors import RandomK, TopK
-from tests.testing.right_hooks import StaleThreshold
+from tests.testing.right_hooks import Predictor, StaleThreshold
 
 
 class TailNeverSent(RandomK):
@@ -98,6 +98,12 @@ class PaddingErases(StaleThreshold):
         output += dense
 
 
+class LastAveragePredicted(Predictor):
+    """An element waits three steps for its turn, and each adds the prediction to its error: it grows for ever."""
+
+    weight = 1.0
+
+
 # By the property that must find it.
 WRONG = {
     TailNeverSent: "held_back_comes_out",
@@ -113,4 +119,5 @@ WRONG = {
     FourthRankSkipped: "held_back_comes_out",
     DefaultGroup: "stays_in_its_group",
     PaddingErases: "held_back_comes_out",
+    LastAveragePredicted: "held_back_comes_out",
 }

@@ -75,7 +75,8 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
       isn't checked.
     - If all ranks have the same gradients (noise 0), a δ-contraction lets ‖held‖² fall at least to (1 − δ)^K
       of its value before the zero steps. δ is claims.contraction, and at least 1 / numel: the weakest usual
-      compressors send one element, or signs with one common magnitude.
+      compressors send one element, or signs with one common magnitude. A lossy hook that claims no
+      contraction must end at no more than it held, or was given, in any step before.
 
     A difference within rounding is allowed; see `BucketSteps`.
 
@@ -106,8 +107,12 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
                 )
         norms, rounding = bucket.held.norm(dim=1).tolist(), rounding * math.sqrt(numel)
         before, after = norms[-1 - workload.zero_steps], norms[-1]
-        delta = max(claims.contraction or 0.0, 1 / max(1, numel))
-        allowed = math.sqrt(1 - delta) ** workload.zero_steps * before + rounding
+        if claims.is_lossy and claims.contraction is None:
+            largest = max(*norms[: -workload.zero_steps], *bucket.means.norm(dim=1).tolist())
+            allowed = largest + rounding
+        else:
+            delta = max(claims.contraction or 0.0, 1 / max(1, numel))
+            allowed = math.sqrt(1 - delta) ** workload.zero_steps * before + rounding
         if after > allowed and not workload.noise:
             raise PropertyFailure(
                 f"step {workload.num_steps - 1}, {bucket.name}: before {workload.zero_steps} steps with zero "
