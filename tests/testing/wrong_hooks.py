@@ -99,7 +99,7 @@ class PaddingErases(StaleThreshold):
 
 
 class LastAveragePredicted(Predictor):
-    """An element waits three steps for its turn, and each adds the prediction to its error: it grows for ever."""
+    """The error of an element that waits three steps for its turn grows by the prediction in each."""
 
     weight = 1.0
 

@@ -6,7 +6,7 @@ import math
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from statistics import NormalDist
 
 import torch
@@ -26,9 +26,9 @@ from .subject import (
     require_finite,
 )
 
-# The error allowed in a gradient of rank r that is recovered from its factors, in unit roundoffs: P's condition
-# number. For a random projection it is above t with a probability of 2 r / t (Edelman, Eigenvalues and Condition
-# Numbers of Random Matrices, 1988). The coarser the dtype, the less is allowed: 1000 would allow any output.
+# The error allowed in a gradient of rank r that is recovered from its factors, in unit roundoffs: P's
+# condition number. For a random projection it is above t with a probability of 2 r / t (Edelman, Eigenvalues
+# and Condition Numbers of Random Matrices, 1988). A coarser dtype may have less: 1000 would allow any output.
 ROUNDINGS_OF_FACTORS = {
     torch.float64: 2.0**20,
     torch.float32: 2.0**10,
@@ -262,20 +262,23 @@ class BucketSteps:
         workload = run.workload
         steps = range(claims.start, workload.num_steps)
         roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
-        for (bucket, indices), rank in product(enumerate(workload.buckets), range(workload.world_size)):
+        lost_below = 2 * workload.world_size * claims.exact(workload.dtype).absolute
+        for bucket, indices in enumerate(workload.buckets):
             means = torch.stack([flat(workload.mean(step)[index] for index in indices) for step in steps])
-            outputs = torch.stack([flat(run.outputs[step][rank][i] for i in indices) for step in steps])
-            missing = means - outputs
-            held = torch.cat([torch.zeros_like(missing[:1]), missing]).cumsum(0)
-            rounding = [0.0]
-            largest = held.abs().amax(1).tolist() if held.shape[1] else [0.0] * len(held)
-            lost_below = 2 * workload.world_size * claims.exact(workload.dtype).absolute
-            for step, (before, after) in zip(steps, pairwise(largest), strict=True):
-                size = workload.largest(step, *indices) + before + after
-                rounding.append(rounding[-1] + roundings * size + lost_below)
-            name = f"rank {rank}, bucket {bucket} with tensors {list(indices)}"
+            sizes = [workload.largest(step, *indices) for step in steps]
             numels = [workload.numel(index) for index in indices]
-            yield cls(name, rank, indices, numels, steps, means, outputs, held, rounding)
+            for rank in range(workload.world_size):
+                outputs = torch.stack([flat(run.outputs[step][rank][i] for i in indices) for step in steps])
+                missing = means - outputs
+                held = torch.cat([torch.zeros_like(missing[:1]), missing]).cumsum(0)
+                largest = held.abs().amax(1).tolist() if held.shape[1] else [0.0] * len(held)
+                lost = [
+                    roundings * (size + before + after) + lost_below
+                    for size, (before, after) in zip(sizes, pairwise(largest), strict=True)
+                ]
+                rounding = [0.0, *accumulate(lost)]
+                name = f"rank {rank}, bucket {bucket} with tensors {list(indices)}"
+                yield cls(name, rank, indices, numels, steps, means, outputs, held, rounding)
 
     def tensor_at(self, element: int) -> tuple[int, int]:
         """Return the tensor that holds an element of the bucket, and the element's place in it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from textwrap import shorten
 from typing import Any
@@ -20,6 +20,9 @@ from gradcomp.testing.run import MakeState, Output, Place, Ranks, Run, run_hook
 from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
+# The most runs that are kept, and the most steps of each.
+MOST_KEPT, SHORT_STEPS = 256, 8
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -33,6 +36,7 @@ class Subject:
     given: Claims | None
     ranks: Ranks
     device: str
+    _runs: dict[Any, Run] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -42,9 +46,21 @@ class Subject:
     def claims(self) -> Claims:
         return self.given or claims_of(self.hook, self.make_state, self.device, self.ranks)
 
-    def run(self, workload: Workload, **options: Any) -> Run:
-        """Run the hook on this workload; for options see run_hook."""
-        return run_hook(self.hook, self.make_state, workload, ranks=self.ranks, **options)
+    def run(self, workload: Workload, schedule: int = 0, **options: Any) -> Run:
+        """Run the hook on this workload; for options see run_hook.
+
+        Properties draw the same workloads, so the last short runs are kept: don't write to them.
+        """
+        key = workload, schedule, *options.items()
+        run = self._runs.pop(key, None)
+        if run is None:
+            options |= {"ranks": self.ranks, "schedule": schedule}
+            run = run_hook(self.hook, self.make_state, workload, **options)
+        if workload.num_steps <= SHORT_STEPS:
+            self._runs[key] = run
+        if len(self._runs) > MOST_KEPT:
+            del self._runs[next(iter(self._runs))]
+        return run
 
     def finite_run(self, workload: Workload, **options: Any) -> Run:
         """Run the hook on this workload. Raises NonFiniteFailure if an output holds inf or NaN."""
