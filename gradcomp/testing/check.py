@@ -191,20 +191,13 @@ def _report(
         search.simplify()
         report.verdicts[each.name] = search.verdict()
         if search.failure is not None:
-            failure = _with_multiple_of_mean(subject, search.failure)
-            report.failures.append(replace(failure, test=_test(subject, each, failure.counterexample)))
+            workload, message = search.failure.counterexample, search.failure.message
+            if factor := subject.multiple_of_mean(workload):
+                message += f"; the output is {factor} × the mean"
+            test = _test(subject, each, workload)
+            report.failures.append(replace(search.failure, message=message, test=test))
             known += each.explains
     return report
-
-
-def _with_multiple_of_mean(subject: Subject, failure: Failure) -> Failure:
-    """Add the factor to the message if the hook's outputs are a multiple of the mean."""
-    try:
-        factor = subject.multiple_of_mean(failure.counterexample)
-    except RankError:
-        return failure
-    said = f"; the output is {factor} × the mean" if factor else ""
-    return replace(failure, message=failure.message + said)
 
 
 def _test(subject: Subject, failed: Property, workload: Workload) -> str:

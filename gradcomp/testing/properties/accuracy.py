@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import NormalDist
@@ -282,9 +282,15 @@ class BucketSteps:
 
     def tensor_at(self, element: int) -> tuple[int, int]:
         """Return the tensor that holds an element of the bucket, and the element's place in it."""
-        starts = [0, *accumulate(self.numels)]
-        position = bisect(starts, element) - 1
-        return self.indices[position], element - starts[position]
+        position, place = _place_in(self.numels, element)
+        return self.indices[position], place
+
+
+def _place_in(numels: Iterable[int], element: int) -> tuple[int, int]:
+    """Return which of the joined tensors holds an element, and the element's place in it."""
+    starts = [0, *accumulate(numels)]
+    position = bisect(starts, element) - 1
+    return position, element - starts[position]
 
 
 # The most compressed steps that `unbiased` runs, and elements of these steps together.
@@ -345,10 +351,8 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     if t > limit:
         average = mean + draws.mean(0) * unit
         worst = int(draws.mean(0).abs().argmax())
-        starts = [0, *accumulate(map(torch.numel, means))]
-        position = bisect(starts, worst) - 1
+        position, element = _place_in(map(torch.numel, means), worst)
         turn, index = divmod(position, len(workload.shapes))
-        element = worst - starts[position]
         expected, got = (float(each[worst]) * num_steps / 2 for each in (mean, average))
         where = f"the {('first', 'second')[turn]} one, {workload.where(index)}, element {element}"
         raise PropertyFailure(

@@ -13,7 +13,7 @@ from gradcomp.testing.run import Place
 from gradcomp.testing.workload import Workload
 
 from .accuracy import ROUNDINGS_OF_A_STEP, BucketSteps
-from .subject import PropertyFailure, Subject, property_of, require_close_in_norm, require_same
+from .subject import PropertyFailure, Subject, property_of, require_close_in_norm, require_same_outputs
 
 # The bytes that a state may hold for each tensor and each bucket, whatever the size of the gradients.
 SMALL_TENSORS = 4096
@@ -159,8 +159,7 @@ def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
     except RankError as error:
         raise PropertyFailure(f"saved and loaded before step {half}: {str(error).splitlines()[0]}") from error
     whose = f"without the checkpoint before step {half}"
-    for expected, got in zip(run.each_output(), resumed.each_output(), strict=True):
-        require_same(got, expected.average, got.average, whose)
+    require_same_outputs(run, resumed, whose)
 
 
 @property_of("memory", measure="state / gradients ≤")
