@@ -104,6 +104,17 @@ class LastAveragePredicted(Predictor):
     weight = 1.0
 
 
+class ErrorsBySize(TopK):
+    """Tensors of one size in two buckets share an error. The state has a buffer besides, as many have."""
+
+    def __init__(self, process_group):
+        super().__init__(process_group)
+        self.scratch = torch.zeros(1 << 17)
+
+    def key(self, bucket, position):
+        return bucket.gradients()[position].numel()
+
+
 # By the property that must find it.
 WRONG = {
     TailNeverSent: "held_back_comes_out",
@@ -120,4 +131,5 @@ WRONG = {
     DefaultGroup: "stays_in_its_group",
     PaddingErases: "held_back_comes_out",
     LastAveragePredicted: "held_back_comes_out",
+    ErrorsBySize: "held_back_comes_out",
 }

@@ -57,7 +57,8 @@ STUCK = 1 / 16
     "error_feedback",
     workloads=lambda drawn: [drawn.flushed()],
     listed=lambda drawn: map(
-        drawn.with_zeros, [*drawn.listed("ties", "four", "five"), *drawn.listed("long", "large", noise=0.0)]
+        drawn.with_zeros,
+        [*drawn.listed("twins", "ties", "four", "five"), *drawn.listed("long", "large", noise=0.0)],
     ),
     fraction=0.5,
     measure="still held at the end ≤",
