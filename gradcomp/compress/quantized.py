@@ -114,7 +114,8 @@ class QuantizedCompressor(Compressor):
     @classmethod
     def claims(cls, options: QuantizedOptions) -> dict[str, Any]:
         # A rank doesn't round its own shard, which 8 bits' tolerance allows for.
-        return {"checkpoint": "safe"} if options.bits > 4 else {"checkpoint": "safe", "rank_symmetric": False}
+        lossy = {"contraction": 0.0, "rank_symmetric": False} if options.bits <= 4 else {}
+        return {"checkpoint": "safe", **lossy}
 
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:

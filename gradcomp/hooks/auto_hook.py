@@ -223,7 +223,7 @@ class AutoState(CompressorState):
             "rank_symmetric": not any(hook.has_codes for hook in hooks),
             "bucket_insensitive": False,  # random directions differ from bucket to bucket
             "max_magnitude": 2.0**40,  # as inferred for lossy hooks
-            "checkpoint": "safe",
+            "checkpoint": None,  # after a load the trial's round begins again
             "memory": None,  # the candidates of a trial need more or less
         }
 

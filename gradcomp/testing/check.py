@@ -21,7 +21,7 @@ from gradcomp.testing import properties
 from gradcomp.testing.claims import PROBED_STEPS, Claims
 from gradcomp.testing.program import copyable_test, drawn_anew, is_importable
 from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject
-from gradcomp.testing.ranks import RankError
+from gradcomp.testing.ranks import RankError, start_processes
 from gradcomp.testing.run import MakeState, Ranks
 from gradcomp.testing.strategies import WORLD_SIZES, Drawn
 from gradcomp.testing.workload import Workload
@@ -153,32 +153,30 @@ def check_hook(
     searched = [each for each in PROPERTIES if not only or each.name in only]
     subject = Subject(hook, make_state, claims, ranks, device)
     limits = (WORLD_SIZES if world_size is None else (world_size,), dtypes, device)
-    without = "switched off"
+    in_processes = processes and properties.same_in_processes in searched
     try:
-        # Before anything else, as a script that isn't guarded runs as far as here in each process, too.
-        if processes and properties.same_in_processes in searched:
-            _show(f"{subject.name}: starting processes")
-            without = subject.why_not_in_processes()
+        if in_processes:  # before anything else: a script that isn't guarded runs as far as here in each, too
+            start_processes(2)
         _show(f"{subject.name}: inferring its claims")
         try:
             drawn = Drawn(subject.claims, *limits)
         except RankError as error:
             drawn = Drawn(Claims(), *limits)
             return _report_without_claims(replace(subject, given=Claims()), drawn, max_examples, error)
-        return _report(subject, searched, drawn, max_examples, without)
+        return _report(subject, searched, drawn, max_examples, in_processes)
     finally:
         _show("")
 
 
 def _report(
-    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, without: str
+    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, in_processes: bool
 ) -> Report:
     report = Report(subject.name, subject.claims)
     known: list[type[AssertionError]] = []
     for position, each in enumerate(searched, 1):
         reason = each.reason(subject)
         if each is properties.same_in_processes:
-            reason = without
+            reason = subject.why_not_in_processes() if in_processes else "switched off"
         if reason:
             report.verdicts[each.name] = Verdict("not claimed", note=reason)
             continue
@@ -193,20 +191,13 @@ def _report(
         search.simplify()
         report.verdicts[each.name] = search.verdict()
         if search.failure is not None:
-            failure = _with_multiple_of_mean(subject, search.failure)
-            report.failures.append(replace(failure, test=_test(subject, each, failure.counterexample)))
+            workload, message = search.failure.counterexample, search.failure.message
+            if factor := subject.multiple_of_mean(workload):
+                message += f"; the output is {factor} × the mean"
+            test = _test(subject, each, workload)
+            report.failures.append(replace(search.failure, message=message, test=test))
             known += each.explains
     return report
-
-
-def _with_multiple_of_mean(subject: Subject, failure: Failure) -> Failure:
-    """Add the factor to the message if the hook's outputs are a multiple of the mean."""
-    try:
-        factor = subject.multiple_of_mean(failure.counterexample)
-    except RankError:
-        return failure
-    said = f"; the output is {factor} × the mean" if factor else ""
-    return replace(failure, message=failure.message + said)
 
 
 def _test(subject: Subject, failed: Property, workload: Workload) -> str:

@@ -193,9 +193,10 @@ def claims_of(
     step on that isn't exact.
 
     A hook claims error feedback if its state's floating-point tensors have at least as many elements as the
-    probe's matrix: these are taken for errors. A lossy hook then claims contraction, too, and otherwise to be
-    unbiased, because a biased compressor without error feedback need not converge (Karimireddy et al., "Error
-    Feedback Fixes SignSGD", ICML 2019).
+    probe's matrix: these are taken for errors. A lossy hook then claims contraction, too, unless there are
+    twice as many: then its outputs depend on more than gradient + error, for example on a prediction.
+    Otherwise it claims to be unbiased, because a biased compressor without error feedback need not converge
+    (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019).
 
     Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
     Raises ValueError if a state starts to compress after more than 16 steps, RankError if the hook fails.
@@ -259,7 +260,8 @@ def _declared(hook: Hook, state: Any) -> tuple[dict[str, Any], ErrorsOf | None]:
 
 def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
     """Infer claims from a run of the probe. start: the step in which the state says that it compresses."""
-    keeps_errors = max(run.state_numels[-1]) >= run.workload.numel(0)
+    kept = max(run.state_numels[-1]) // run.workload.numel(0)
+    keeps_errors = kept > 0
     wrapped = _wrapped_in(hook)
     plain = (torch.float32, torch.float16, torch.bfloat16)
     fits = [
@@ -282,6 +284,8 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
             start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
             precision = fits[start] or precision
     averages = tolerance is not None
+    if not averages and precision == torch.float32:
+        precision = torch.float64  # in fp32, the probe shows no rounding finer than fp32's
     max_magnitude = LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
     if tolerance is not None and tolerance.of == "element":
         max_magnitude = torch.finfo(precision).max * 0.99
@@ -289,7 +293,7 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
         tolerance=tolerance,
         precision=precision,
         start=start,
-        contraction=0.0 if keeps_errors and not averages else None,
+        contraction=0.0 if kept == 1 and not averages else None,
         error_feedback=keeps_errors,
         feedback_precision=wrapped if keeps_errors else torch.float64,
         density=_density(run, start),

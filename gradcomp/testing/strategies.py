@@ -50,6 +50,7 @@ LISTED: dict[str, tuple[tuple[tuple[Shape, ...], ...], int, dict[str, Any]]] = {
     "four": (FEW, 3, {"accumulated": True, "world": 2, "other": 1}),
     "five": (FEW, 3, {"world": 3}),
     "groups": (FEW, 3, {"groups": 2}),
+    "twins": ((((9, 8), (7,)), ((9, 8), (7,))), 3, {"drift": 1.0}),
 }
 # The most steps without gradients, and those before each element is expected to come out.
 MOST_ZERO_STEPS = 320

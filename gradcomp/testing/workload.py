@@ -137,6 +137,8 @@ class Workload:
             scale = self.log2_scale[min(index, len(self.log2_scale) - 1) :][:1]
             spectrum = self.spectra[min(index, len(self.spectra) - 1) :][:1]
             yield replace(self, shapes=(shape,), buckets=(), log2_scale=scale, spectra=spectrum)
+        if len(self.buckets) > 1:
+            yield replace(self, buckets=())
         for index, shape in enumerate(self.shapes):
             halved = ((shape[0] + 1) // 2, *shape[1:])
             if halved != shape:

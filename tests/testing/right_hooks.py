@@ -147,6 +147,8 @@ class MajoritySign(Average):
 class Predictor(Keyed):
     """The quarter of gradient + error that is farthest from the running mean of averages is sent."""
 
+    weight = 0.1  # of the last average in the mean
+
     def compress(self, total):
         predicted = self.kept.get(self.current, torch.zeros_like(total))
         off = total - predicted + (0 * total.abs().amax() if total.numel() else 0)
@@ -155,7 +157,7 @@ class Predictor(Keyed):
         sent[indices] += off[indices]
         for theirs, values in TopK.gathered(self, indices, off[indices]):
             output.index_add_(0, theirs, values / self.process_group.size())
-        self.kept[self.current] = self.sound(0.9 * predicted + 0.1 * output)
+        self.kept[self.current] = self.sound((1 - self.weight) * predicted + self.weight * output)
         return output, sent
 
 

@@ -11,6 +11,7 @@ from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.testing import Claims, Tolerance, check_hook, claims_of
 from tests.testing import compressors
 from tests.testing.averaging import eight_bits, scaled_mean
+from tests.testing.right_hooks import Predictor
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
@@ -64,9 +65,12 @@ def test_what_is_inferred_of_lossy_hooks():
     assert (stateless.unbiased, stateless.error_feedback, stateless.contraction) == (True, False, None)
     late = claims_of(late_hook, Late)
     assert (late.start, late.unbiased, late.error_feedback, late.contraction) == (3, True, False, None)
-    assert (late.precision, late.checkpoint) == (torch.float32, "any")
+    # The plain steps before it show fp32's rounding in fp32. In fp64 nothing coarser than fp64's is allowed.
+    assert (late.precision, late.checkpoint) == (torch.float64, "any")
     keeping = claims_of(compressors.hook, compressors.TopK)
     assert (keeping.unbiased, keeping.error_feedback, keeping.contraction) == (False, True, 0.0)
+    predicting = claims_of(compressors.hook, Predictor)
+    assert (predicting.unbiased, predicting.error_feedback, predicting.contraction) == (False, True, None)
 
 
 def test_every_hook_is_to_keep_zeros_unless_it_multiplies_factors():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.testing.compressors import RandomK, TopK
-from tests.testing.right_hooks import StaleThreshold
+from tests.testing.right_hooks import Predictor, StaleThreshold
 
 
 class TailNeverSent(RandomK):
@@ -98,6 +98,23 @@ class PaddingErases(StaleThreshold):
         output += dense
 
 
+class LastAveragePredicted(Predictor):
+    """The error of an element that waits three steps for its turn grows by the prediction in each."""
+
+    weight = 1.0
+
+
+class ErrorsBySize(TopK):
+    """Tensors of one size in two buckets share an error. The state has a buffer besides, as many have."""
+
+    def __init__(self, process_group):
+        super().__init__(process_group)
+        self.scratch = torch.zeros(1 << 17)
+
+    def key(self, bucket, position):
+        return bucket.gradients()[position].numel()
+
+
 # By the property that must find it.
 WRONG = {
     TailNeverSent: "held_back_comes_out",
@@ -113,4 +130,6 @@ WRONG = {
     FourthRankSkipped: "held_back_comes_out",
     DefaultGroup: "stays_in_its_group",
     PaddingErases: "held_back_comes_out",
+    LastAveragePredicted: "held_back_comes_out",
+    ErrorsBySize: "held_back_comes_out",
 }

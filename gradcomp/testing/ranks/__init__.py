@@ -12,6 +12,7 @@ from gradcomp.testing.ranks.simulation import Simulation
 __all__ = ["CollectiveMismatch", "RankError", "run_ranks"]
 
 _pool = Pool()
+start_processes = _pool.start
 
 
 def run_ranks(

@@ -68,6 +68,7 @@ class Pool:
     def __init__(self, context: _Context | None = None) -> None:
         self._context: _Context = context or multiprocessing.get_context("spawn")
         self._ranks: list[_Rank] = []
+        self._starting: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_jobs = 0
         self._one_at_a_time = threading.Lock()
@@ -98,14 +99,18 @@ class Pool:
                 raise RankError(report)
             return [outcomes[rank][1] for rank in ranks]
 
-    def _ready(self, world_size: int) -> list[_Rank]:
+    def start(self, world_size: int) -> None:
+        """Start the processes of as many ranks, and don't wait for them."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory()
-        started = []
         while len(self._ranks) < world_size:
-            started.append(_Rank(len(self._ranks), Path(self._folder.name), self._context))
-            self._ranks.append(started[-1])
-        if not _succeeded(started, _collect(started, _START_TIMEOUT_S)):
+            self._ranks.append(_Rank(len(self._ranks), Path(self._folder.name), self._context))
+            self._starting.append(self._ranks[-1])
+
+    def _ready(self, world_size: int) -> list[_Rank]:
+        self.start(world_size)
+        starting, self._starting = self._starting, []
+        if not _succeeded(starting, _collect(starting, _START_TIMEOUT_S)):
             raise RankError(
                 "the processes of ranks='gloo' did not start. They import the program's main module: a "
                 "script must run its own work under `if __name__ == '__main__':`"
@@ -116,7 +121,7 @@ class Pool:
         """Kill all processes. The next call of `run` starts new ones."""
         for rank in self._ranks:
             rank.kill()
-        self._ranks = []
+        self._ranks, self._starting = [], []
         if self._folder is not None:
             self._folder.cleanup()
         self._folder = None
