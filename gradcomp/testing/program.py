@@ -1,4 +1,4 @@
-"""Write a test that shows a failure without gradcomp.testing: a few lines on torch's DDP and gloo."""
+"""Write a test that shows a failure without gradcomp.testing, in real processes on gloo."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ import torch, torch.distributed as dist
 
 def check(rank, total=0.0):
     dist.init_process_group("gloo", "tcp://127.0.0.1:29513", rank=rank, world_size={world_size})
+    state = {state}
+{average}
+        total += gradients[{index}].flatten()[{element}].item(){chosen}
+    assert rank != {rank} or abs(total - {expected!r}) < {allowed:.2g}, total
+
+def test_{hook}(): torch.multiprocessing.spawn(check, nprocs={world_size})"""
+AVERAGE = """\
+    for step in range({num_steps}):
+        gradients = [{draw} for p in map(torch.zeros, {shapes})]
+        gradcomp.average_(gradients, {hook}, state)"""
+# Two backward passes, of half the gradients each, need a model.
+ACCUMULATED = """\
     model = torch.nn.Sequential(torch.nn.ParameterList(torch.zeros(s, dtype={dtype}) for s in {shapes}))
     model.forward = lambda: list(model[0])
     ddp = torch.nn.parallel.DistributedDataParallel(model)
-    ddp.register_comm_hook({state}, {hook})
+    ddp.register_comm_hook(state, {hook})
     for step in range({num_steps}):
-        gradients = [{draw} for p in model[0]]
+        halves = [{draw} / 2 for p in model[0]]
         ddp.zero_grad()
-{backward}
-        total += model[0][{index}].grad.flatten()[{element}].item(){chosen}
-    assert rank != {rank} or abs(total - {expected!r}) < {allowed:.2g}, total
-
-def test_{hook}(): torch.multiprocessing.spawn(check, nprocs={world_size})
-
-if __name__ == "__main__": test_{hook}()"""
-BACKWARD = "        torch.autograd.backward(ddp(), gradients)"
-ACCUMULATED = """\
-        gradients = [g / 2 for g in gradients]
-        with ddp.no_sync():
-            torch.autograd.backward(ddp(), gradients)
-        torch.autograd.backward(ddp(), gradients)"""
+        with ddp.no_sync(): torch.autograd.backward(ddp(), halves)
+        torch.autograd.backward(ddp(), halves)
+        gradients = [p.grad for p in model[0]]"""
 # A parameter's gradient in a step on a rank, without ties and with them.
 DRAWS = tuple(
-    f"((torch.arange(p.numel()).double() + 7 * rank) ** 2 + step).cos(){rounded}.to(p).view_as(p)"
+    f"((torch.arange(p.numel()).double() + 7 * rank) ** 2 + step).cos(){rounded}.view_as(p)"
     for rounded in ("", ".pow(3).round()")
 )
 
@@ -51,9 +53,9 @@ def drawn_anew(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """
     if len(workload.buckets) > 1:
         return
-    like = [torch.zeros(shape, dtype=workload.dtype, device="cpu") for shape in workload.shapes]
+    like = [torch.zeros(shape, device="cpu") for shape in workload.shapes]
     kept = {name: getattr(workload, name) for name in ("zero_steps", "accumulated", "device")}
-    for draw in DRAWS:
+    for draw in (f"{each}.to({workload.dtype})" for each in DRAWS):
         drawn = [
             [
                 [eval(draw, {"torch": torch, "p": p, "rank": rank, "step": step}) for p in like]
@@ -74,22 +76,24 @@ def copyable_test(hook: Any, make_state: Any, workload: Workload, draw: str, pla
 
     Half of the difference is allowed. The hook and the maker of its state are imported by name.
     """
-    of_state = [] if make_state is None else [make_state]
-    num_steps = place.steps.stop
+    num_steps, shapes = place.steps.stop, list(workload.shapes)
     if place.period:
         draw = draw.replace("step", f"step % {place.period}")
     elif workload.zero_steps:
         draw += f" * (step < {workload.steps})"
+    of_state = [] if make_state is None else [make_state]
+    imports = [f"from {each.__module__} import {each.__qualname__}" for each in (hook, *of_state)]
+    if not workload.accumulated:
+        imports.insert(0, "import gradcomp")
+    average = (ACCUMULATED if workload.accumulated else AVERAGE).format(
+        dtype=workload.dtype, shapes=shapes, hook=hook.__qualname__, num_steps=num_steps, draw=draw
+    )
     return TEST.format(
-        imports="\n".join(f"from {each.__module__} import {each.__qualname__}" for each in (hook, *of_state)),
+        imports="\n".join(imports),
         world_size=workload.world_size,
-        dtype=workload.dtype,
-        shapes=list(workload.shapes),
         state="".join(f"{each.__qualname__}(dist.group.WORLD)" for each in of_state) or "dist.group.WORLD",
         hook=hook.__qualname__,
-        num_steps=num_steps,
-        draw=draw,
-        backward=ACCUMULATED if workload.accumulated else BACKWARD,
+        average=average,
         index=place.index,
         element=place.element,
         chosen="" if place.steps == range(num_steps) else f" * (step in {place.steps})",
