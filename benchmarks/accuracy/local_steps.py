@@ -46,18 +46,20 @@ class LocalOptions:
         return cls(int(every), hook, **numbers, outer=(float(learning_rate), float(momentum or 0)))
 
 
+def local_steps_of(model: nn.Module, options: LocalOptions) -> LocalSteps:
+    start_iter = 2 if "powersgd" in options.hook else 0  # as early as the hook can
+    state, hook = NamedHook.named(options.hook).state_and_hook(start_iter)
+    learning_rate, momentum = options.outer
+    outer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
+    numbers = {"fragments": options.fragments, "delay": options.delay}
+    return LocalSteps(model, outer, options.every, hook, state, **numbers)
+
+
 class LocalTraining:
     """Exchanges of one model, and the bytes that this rank has handed to collectives in them."""
 
     def __init__(self, model: nn.Module, options: LocalOptions, wire: Wire):
-        start_iter = 2 if "powersgd" in options.hook else 0  # as early as the hook can
-        state, hook = NamedHook.named(options.hook).state_and_hook(start_iter)
-        learning_rate, momentum = options.outer
-        outer = torch.optim.SGD(
-            model.parameters(), lr=learning_rate, momentum=momentum, nesterov=momentum > 0
-        )
-        numbers = {"fragments": options.fragments, "delay": options.delay}
-        self._local = LocalSteps(model, outer, options.every, hook, state, **numbers)
+        self._local = local_steps_of(model, options)
         self._options, self._wire = options, wire
         self.sent_bytes = 0
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
 from benchmarks import sharding
-from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
+from benchmarks.accuracy.local_steps import LocalOptions, local_steps_of
 from benchmarks.demo.measure import check_replicas
 from benchmarks.demo.wire import Wire
 from benchmarks.network.report import FLAT
@@ -39,6 +39,7 @@ from benchmarks.network.workloads import WORKLOADS, Workload
 from gradcomp.comm.nodes import AUTO as TORCHRUNS
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.named_hooks import NamedHook
+from gradcomp.local_steps import LocalSteps
 
 TIMEOUT = timedelta(seconds=60)
 WARM_UP_STEPS = 5  # torch's DDP rearranges its buckets after the first; compression starts after the third
@@ -96,10 +97,10 @@ class Trainer:
         workload, seed = WORKLOADS[job["model"]], job.get("seed", 0)
         self.workload: Workload = workload(dist.get_rank(), dist.get_world_size(), seed)
         self.model: Any = self.workload.net
-        self.local: LocalTraining | None = None
+        self.local: LocalSteps | None = None
         self.auto: AutoState | None = None
         if job["wrapper"] == LOCAL:
-            self.local = LocalTraining(self.workload.net, LocalOptions.named(job["hook"]))
+            self.local = local_steps_of(self.workload.net, LocalOptions.named(job["hook"]))
         elif job["wrapper"] == FSDP2:
             self.model = sharding.shard(self.workload.net, job["hook"])
             self.workload.make_optimizer()
@@ -123,7 +124,7 @@ class Trainer:
         times.append(time.perf_counter())
         self.workload.optimizer.step()
         if self.local is not None:
-            self.local.step(is_last=False)
+            self.local.step()
         self.workload.schedule.step()
         times.append(time.perf_counter())
         forward, backward, rest = (end - start for start, end in pairwise(times))

@@ -83,7 +83,7 @@ def test_a_host_of_three_ranks_sends_what_one_rank_does(tmp_path):
 
 @pytest.mark.usefixtures("allowed")
 def test_steps_over_links_with_a_delay(tmp_path):
-    arguments = ["--delay-ms", "5,0", "--only", "none,allreduce", "--runs", "2"]
+    arguments = ["--delay-ms", "5,0", "--only", "none,local:2", "--runs", "2"]
     done = run_module(*command(tmp_path, *arguments), timeout_s=200)
     assert done.returncode == 0, done.stdout
     rows = read(tmp_path / "network.jsonl")
@@ -93,11 +93,12 @@ def test_steps_over_links_with_a_delay(tmp_path):
     assert links[0] < 0.01 < links[5] < 0.04
     stepped = report.of(rows, job="steps")
     assert [(row["delay_ms"], row["run"], row["hook"]) for row in stepped] == [
-        (delay, run, hook) for delay in (5, 0) for run in (0, 1) for hook in ("none", "allreduce")
+        (delay, run, hook) for delay in (5, 0) for run in (0, 1) for hook in ("none", "2")
     ]
     for row in stepped:
-        assert MLP_BYTES < row["sent_bytes_per_step"] < 1.1 * MLP_BYTES
-        assert row["step_ms"] > 0.9 * MLP_BYTES * 8 / 400e6 * 1e3 + row["delay_ms"]
+        every = {"none": 1, "2": 2}[row["hook"]]
+        assert MLP_BYTES < every * row["sent_bytes_per_step"] < 1.1 * MLP_BYTES
+        assert every * row["step_ms"] > 0.9 * MLP_BYTES * 8 / 400e6 * 1e3 + row["delay_ms"]
     assert "| | bytes sent | 400 Mbit/s, 0 ms | 400 Mbit/s, 5 ms |" in done.stdout
     assert (tmp_path / "network.png").exists()
 

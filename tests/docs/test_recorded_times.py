@@ -38,8 +38,12 @@ ROWS = rows_of("network.jsonl")
 STEPS = report.of(ROWS, job="steps")
 
 
+def one_rank_each(**wanted):
+    return report.of(STEPS, ranks_per_host=1, **wanted)
+
+
 def on_two_hosts(**wanted):
-    return report.of(STEPS, hosts=2, ranks_per_host=1, **wanted)
+    return one_rank_each(hosts=2, **wanted)
 
 
 def at(rows, link, **wanted):
@@ -84,7 +88,7 @@ def times_the_fastest():
     found = {}
     for auto in report.of(STEPS, hook="auto"):
         where = auto["model"], auto["hosts"], (auto["mbit_per_s"], auto["delay_ms"])
-        beside = at(report.of(STEPS, model=where[0], hosts=where[1], wrapper="torch"), where[2])
+        beside = at(one_rank_each(model=where[0], hosts=where[1], wrapper="torch"), where[2])
         found[where] = report.median_ms(report.of(beside, hook="auto")) / min(
             report.median_ms(report.of(beside, hook=hook, hooks="gradcomp")) for hook in CANDIDATES
         )
@@ -137,7 +141,7 @@ def advice():
     ):
         cells = []
         for link in (*LINKS, FASTEST):
-            beside = at(report.of(STEPS, model=model, hosts=hosts, wrapper="torch", hooks="gradcomp"), link)
+            beside = at(one_rank_each(model=model, hosts=hosts, wrapper="torch", hooks="gradcomp"), link)
             if not beside:
                 cells.append("")
                 continue
