@@ -56,9 +56,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder (default %(default)s)")
     add_training_options(parser)
-    parser.set_defaults(steps=120)
+    parser.set_defaults(steps=100)
     options = parser.parse_args(arguments)
     check_training_options(parser, options)
+    if options.ranks < 2:
+        parser.error("--ranks: one rank alone sends nothing; at least 2")
     options.hooks = list(HOOKS) if options.hook == "all" else options.hook.split(",")
     for hook in options.hooks:
         if hook not in HOOKS:

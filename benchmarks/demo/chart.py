@@ -45,7 +45,7 @@ def table(records: list[Record]) -> str:
 
 
 def draw(records: list[Record], path: Path) -> None:
-    """Write a PNG of each hook's validation loss by seconds, and by MB sent; legible on a phone.
+    """Write a PNG of each hook's validation loss by seconds, and by MB of all-reduces; legible on a phone.
 
     Raises ImportError without matplotlib.
     """
@@ -58,5 +58,5 @@ def draw(records: list[Record], path: Path) -> None:
                 axes.plot(x, losses, color=COLORS[index % len(COLORS)], linewidth=2, label=record["hook"])
         by_time.set(xlabel="seconds of training", ylabel="validation loss")
         by_time.legend(frameon=False)
-        by_bytes.set(xscale="log", xlabel="MB that a rank has sent", ylabel="validation loss")
+        by_bytes.set(xscale="log", xlabel="MB handed to all-reduces", ylabel="validation loss")
         label_decades(by_bytes.xaxis)

@@ -16,7 +16,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         ("width", 128, "width of the GPT, a multiple of --heads"),
         ("layers", 4, "its transformer blocks"),
         ("heads", 4, "its attention heads"),
-        ("batch", 8, "sequences per rank and step"),
+        ("batch", 4, "sequences per rank and step"),
         ("sequence", 64, "bytes per sequence"),
         ("powersgd-rank", 8, "rank of PowerSGD's factors"),
     ):

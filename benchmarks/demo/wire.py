@@ -65,8 +65,8 @@ class Wire:
         bytes, so it ends when the last rank's have arrived. Only CPU tensors are held. The next collective
         and the block's end raise gloo's errors, because torch's wait for such a future raises none.
 
-    A message takes one delay; a collective a ring's: 2 (W − 1) an all-reduce, W − 1 any other. Real ones of
-    gloo take more: its sender waits until the receiver is ready.
+    A message and an all-to-all take one delay; others a ring's: 2 (W − 1) an all-reduce, W − 1 any other.
+    Real ones of gloo take more: its sender waits until the receiver is ready.
     """
 
     def __init__(self, link: Link | None = None):
@@ -113,7 +113,7 @@ class Wire:
         if link is None:
             return kernel(keys, *args)
         size = dist.get_world_size()
-        num_hops = {"allreduce_": 2 * (size - 1), "send": 1}.get(name, size - 1)
+        num_hops = {"allreduce_": 2 * (size - 1), "send": 1, "alltoall_base_": 1}.get(name, size - 1)
         arrival = link.arrival(float(num_bytes * 2 * (size - 1) / size), num_hops, time.monotonic())
         future: torch.futures.Future[Any] = torch.futures.Future()
         self._held.put((arrival, partial(kernel, keys, *args), future, args[0]))
@@ -149,7 +149,7 @@ class Wire:
 
 def share_of_all_reduce(operator: str) -> Fraction:
     """Return the bytes that a rank sends per byte of a collective's tensors, divided by an all-reduce's."""
-    if operator in ("alltoall_base_", "_allgather_base_"):
+    if operator in ("alltoall_base_", "_allgather_base_", "alltoall_", "allgather_"):
         return Fraction(1, 2)
     if operator == "_reduce_scatter_base_":
         return Fraction(dist.get_world_size(), 2)  # of its output

@@ -43,8 +43,7 @@ def require_group(whose: str, process_group: Any, argument: str = "process_group
         return
     if isinstance(process_group, dist.ProcessGroup):
         # torch names the groups that it makes; destroy_process_group leaves the name.
-        is_plain = type(process_group) is dist.ProcessGroup and not process_group.group_name
-        if not (is_plain or _is_registered(process_group)):
+        if not (_is_unnamed(process_group) or _is_registered(process_group)):
             raise ValueError(
                 f"torch.distributed doesn't know the {type(process_group).__name__} that {whose} got as its "
                 f"{argument}: pass a group that init_process_group, new_group or init_device_mesh has made. "
@@ -104,6 +103,14 @@ def backends_of(group: dist.ProcessGroup) -> list[str]:
     if _is_registered(group):
         return dist.get_backend_config(group).split(",")
     return [f"{each.type}:{group._get_backend(each).name()}" for each in group._device_types]
+
+
+def _is_unnamed(group: dist.ProcessGroup) -> bool:
+    """Return whether the group is a plain one, with a back end, that torch.distributed hasn't made."""
+    try:
+        return type(group) is dist.ProcessGroup and bool(group._device_types) and not group.group_name
+    except RuntimeError:  # without a back end it has no name
+        return False
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:

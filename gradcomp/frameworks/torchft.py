@@ -64,12 +64,15 @@ class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[
     manager: the Manager. Its state_dict functions copy the model and the optimizer, not the hook's state.
     pg: the Manager's process group.
     module: the model.
-    state, hook: as for register_comm_hook; one state per model. The state gets the process group of each
-        quorum, and keep_undo = True. None if the hook's state is a process group.
+    state, hook: as for register_comm_hook; one state per model. The state gets each quorum's group as its
+        process_group, and keep_undo = True; other states than gradcomp's aren't taken back after a refused
+        step. None if the hook's state is a process group.
     kwargs: as for torchft's DistributedDataParallel.
 
     Call manager.should_commit() after every averaged backward, as torchft's Optimizer does. The hook's errors
-    are logged and go to manager.report_error: backward doesn't raise them.
+    are logged and go to manager.report_error: backward doesn't raise them. The Manager's max_retries ends a
+    run in which they recur. All replicas must use the same parameters in a step: torchft's DDP gives one that
+    a replica doesn't use no gradient there.
 
     Raises TypeError for another pg.
 
@@ -140,20 +143,24 @@ class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[
     def _meet(self, group: dist.ProcessGroup, buffer: torch.Tensor) -> None:
         """Begin to average with a quorum's group."""
         state = self._hook_state
+        # After a step that isn't committed, every quorum has a new group. A step may not have begun, or have
+        # been taken back already.
+        is_refused = self._has_failed or self._step == self._manager.current_step()
+        has_begun, self._step, self._has_failed = self._step >= 0, -1, False
         if isinstance(state, CompressorState):
-            # After a step that isn't committed, every quorum has a new group.
-            if self._has_failed or self._step == self._manager.current_step():
+            if has_begun and is_refused:
                 state.undo_step(self._iter)
             state.process_group = group
             take_over(state, furthest(state.iter, group, device_for(group, [buffer]))[0], group)
         elif hasattr(state, "process_group"):
             state.process_group = group
-        else:
+        elif state is None or isinstance(state, dist.ProcessGroup):
             self._hook_state = group
-        self._group, self._step, self._has_failed = group, -1, False
+        self._group = group
 
     def _report(self, error: Exception) -> None:
         if not self._has_failed:
-            _logger.warning("step %s is not committed: %s", self._manager.current_step(), error)
+            step = self._manager.current_step()
+            _logger.warning("step %s is not committed: %s", step, error, exc_info=error)
         self._has_failed = True
         self._manager.report_error(error)

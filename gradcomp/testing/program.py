@@ -53,7 +53,7 @@ def drawn_anew(workload: Workload) -> Iterator[tuple[str, Workload]]:
     """
     if len(workload.buckets) > 1:
         return
-    like = [torch.zeros(shape, device="cpu") for shape in workload.shapes]
+    like = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in workload.shapes]
     kept = {name: getattr(workload, name) for name in ("zero_steps", "accumulated", "device")}
     for draw in (f"{each}.to({workload.dtype})" for each in DRAWS):
         drawn = [

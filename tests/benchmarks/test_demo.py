@@ -115,7 +115,7 @@ def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
     for hook in hooks:
         power_sgd = json.loads((tmp_path / f"{hook}.json").read_text())
         # Options and nodes; the links' delay once per group.
-        compared = 2 * 2 * MESSAGE_BYTES + 8 * (hook == hooks[0])
+        compared = 2 * MESSAGE_BYTES + 8 * (hook == hooks[0])
         assert power_sgd["step_bytes"][:4] == [none["step_bytes"][0] + compared, *none["step_bytes"][1:4]]
         assert power_sgd["step_bytes"][4:] == [power_sgd["bytes_per_step"]] * 46
         assert power_sgd["bytes_per_step"] < none["bytes_per_step"] / 2

@@ -1,15 +1,19 @@
 """Train with torchft: replicas whose hook fails, on all of them and on one, and one that dies and joins."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torchft
 from torch import nn
+from torchft.manager import ReconfigureOptions
 from torchft.process_group import ProcessGroupDummy
 
+import gradcomp.frameworks.torchft
 from gradcomp.frameworks.torchft import DistributedDataParallel, group_of_quorum
 from gradcomp.hooks.default_hooks import allreduce_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.frameworks.recipes import LINE, run
 from tests.programs import ROOT
 
@@ -71,3 +75,59 @@ def test_a_quorum_without_a_group_is_explained():
     manager = SimpleNamespace(wait_quorum=lambda: None, errored=lambda: "no route to host")
     with pytest.raises(RuntimeError, match=r"no process group after the quorum.* no route to host"):
         group_of_quorum(manager, torchft.ProcessGroupGloo())
+
+
+class ManagerOfOne:
+    """A Manager of this process alone, whose group each reconfiguration replaces."""
+
+    def __init__(self, pg):
+        self.pg, self.step, self.error, self.quorums = pg, 0, None, 0
+
+    def reconfigure(self):
+        self.quorums, self.error = self.quorums + 1, None
+        options = ReconfigureOptions()
+        options.uuid, options.timeout = self.quorums, timedelta(seconds=20)
+        options.handles = [self.pg.get_reconfigure_handle()]
+        self.pg.reconfigure(options).wait()
+
+    def wait_quorum(self):
+        pass
+
+    def errored(self):
+        return self.error
+
+    def current_step(self):
+        return self.step
+
+    def is_participating(self):
+        return True
+
+    def num_participants(self):
+        return 1
+
+    def report_error(self, error):
+        self.error = error
+
+
+def test_a_committed_step_stays_though_the_next_quorum_fails_first(monkeypatch):
+    pg = torchft.ProcessGroupGloo(timeout=timedelta(seconds=20))
+    manager, state = ManagerOfOne(pg), QuantizationState(bits=4)
+    manager.reconfigure()
+    ddp = DistributedDataParallel(manager, pg, nn.Linear(64, 64), state, quantization_hook)
+
+    def backward():
+        ddp(torch.randn(8, 64)).square().sum().backward()
+
+    for _ in range(3):
+        backward()
+        manager.step += 1
+    manager.reconfigure()
+    with monkeypatch.context() as patched:
+        patched.setattr(gradcomp.frameworks.torchft, "furthest", lambda *_: 1 / 0)
+        backward()
+    assert isinstance(manager.error, ZeroDivisionError)
+    assert state.iter == 3
+    manager.reconfigure()
+    backward()
+    assert state.iter == 4
+    pg.shutdown()

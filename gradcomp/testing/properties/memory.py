@@ -77,7 +77,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
     - If all ranks have the same gradients (noise 0), a δ-contraction lets ‖held‖² fall at least to (1 − δ)^K
       of its value before the zero steps. δ is claims.contraction, and at least 1 / numel: the weakest usual
       compressors send one element, or signs with one common magnitude. A lossy hook that claims no
-      contraction must end at no more than it held, or was given, in any step before.
+      contraction must end at half of the most that it held, or was given, in a step before.
 
     A difference within rounding is allowed; see `BucketSteps`.
 
@@ -110,7 +110,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
         before, after = norms[-1 - workload.zero_steps], norms[-1]
         if claims.is_lossy and claims.contraction is None:
             largest = max(*norms[: -workload.zero_steps], *bucket.means.norm(dim=1).tolist())
-            allowed = largest + rounding
+            allowed = largest / 2 + rounding  # however long it rises before
         else:
             delta = max(claims.contraction or 0.0, 1 / max(1, numel))
             allowed = math.sqrt(1 - delta) ** workload.zero_steps * before + rounding
