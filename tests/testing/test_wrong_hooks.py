@@ -33,6 +33,7 @@ SMALL = {
         ((1, 24),), world_size=3, steps=3, spectra=("ties",), noise=1.0, zero_steps=119
     ),
     wrong_hooks.LastAveragePredicted: Workload(((4,),), steps=3, zero_steps=63),
+    wrong_hooks.SentTwice: Workload(((4,),), zero_steps=95),
     wrong_hooks.ErrorsBySize: Workload(
         ((8,), (8,)), ((0,), (1,)), steps=5, noise=1.0, drift=1.0, zero_steps=119
     ),

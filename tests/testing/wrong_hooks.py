@@ -104,12 +104,24 @@ class LastAveragePredicted(Predictor):
     weight = 1.0
 
 
-class ErrorsBySize(TopK):
-    """Tensors of one size in two buckets share an error. The state has a buffer besides, as many have."""
+class WithScratch(TopK):
+    """The state has a buffer besides its errors, as many have: no contraction is inferred."""
 
     def __init__(self, process_group):
         super().__init__(process_group)
         self.scratch = torch.zeros(1 << 17)
+
+
+class SentTwice(WithScratch):
+    """What is sent goes out twice, and the error changes its sign in place of becoming zero."""
+
+    def compress(self, total):
+        output, sent = super().compress(total)
+        return 2 * output, 2 * sent
+
+
+class ErrorsBySize(WithScratch):
+    """Tensors of one size in two buckets share an error."""
 
     def key(self, bucket, position):
         return bucket.gradients()[position].numel()
@@ -131,5 +143,6 @@ WRONG = {
     DefaultGroup: "stays_in_its_group",
     PaddingErases: "held_back_comes_out",
     LastAveragePredicted: "held_back_comes_out",
+    SentTwice: "held_back_comes_out",
     ErrorsBySize: "held_back_comes_out",
 }
