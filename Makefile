@@ -24,7 +24,7 @@ PROGRAMS := tests/bench tests/benchmarks tests/docs tests/frameworks tests/fsdp 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
-demo: $(VENV)/demo-ready ## train a small GPT with six hooks over an emulated link; draw loss against time
+demo: $(VENV)/demo-ready ## train a small GPT with five hooks and without, over an emulated link
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
 accuracy: $(VENV)/accuracy-ready  ## train two models to the end with every hook, from several seeds; compare validation losses
