@@ -3,18 +3,15 @@
     collective ──▶ its operator, here ──▶ held: bytes / bandwidth + delay ──▶ gloo, over the loopback
 
 Every collective is an operator of torch's dispatcher, whether DDP's C++ reducer or a hook issues it; so are
-messages from one rank to another. The link is in place of the operators' CPU kernels, so the process group
-stays gloo's, and hooks take the paths that they take on gloo.
+messages from one rank to another. The process group stays gloo's, so hooks take the paths that they take on
+gloo.
 """
 
 import threading
 import time
-import warnings
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from itertools import product
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,15 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # A rank's receives send nothing.
-OPERATORS = (
+OPERATORS = {
     *("allreduce_", "allreduce_coalesced_", "allgather_", "allgather_coalesced_", "_allgather_base_"),
     *("allgather_into_tensor_coalesced_", "alltoall_", "alltoall_base_", "barrier", "broadcast_", "gather_"),
     *("reduce_", "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
     *("scatter_", "send"),
-)
+}
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Link:
         return self._arrives_at
 
 
-class Wire:
+class Wire(TorchDispatchMode):
     """A counter of the bytes that this rank hands to collectives inside a ``with`` block, and their link.
 
     link: None leaves the collectives as they are. Otherwise gloo gets each one when the link has carried its
@@ -66,14 +64,15 @@ class Wire:
         and the block's end raise gloo's errors, because torch's wait for such a future raises none.
 
     A message and an all-to-all take one delay; others a ring's: 2 (W − 1) an all-reduce, W − 1 any other.
-    Real ones of gloo take more: its sender waits until the receiver is ready.
+    Real ones of gloo take more: its sender waits until the receiver is ready. It sees what this thread calls,
+    backward on a CPU too, and every operator takes some microseconds longer.
     """
 
     def __init__(self, link: Link | None = None):
+        super().__init__()
         self._link, self._num_bytes = link, Fraction(0)
         self._held: SimpleQueue[Any] = SimpleQueue()
         self._error: RuntimeError | None = None
-        self._exit = ExitStack()
 
     @property
     def num_bytes(self) -> int:
@@ -81,44 +80,41 @@ class Wire:
         return round(self._num_bytes)
 
     def __enter__(self) -> "Wire":
-        # torch has no public function that takes back a library's kernels.
-        library = self._exit.enter_context(torch.library._scoped_library("c10d", "IMPL"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that kernels are replaced
-            for name, device in product(OPERATORS, ("CPU", "CUDA")):
-                operator = getattr(torch.ops.c10d, name).default
-                kernel = torch.library.get_kernel(operator, device).call_boxed
-                link = self._link if device == "CPU" else None
-                library.impl(name, partial(self._call, operator, kernel, link), device, with_keyset=True)
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._thread.start()
+        super().__enter__()
         return self
 
     def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
+        super().__exit__(error, *details)
         self._held.put(None)
         if error is None:  # otherwise other ranks may never answer
             self._thread.join()
-        self._exit.close()
         if error is None and self._error is not None:
             raise self._error
 
-    def _call(self, operator: Any, kernel: Any, link: Link | None, keys: Any, *args: Any) -> Any:
-        """Count what is sent, and let the kernel send it, now or later. args: the operator's."""
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Count what is sent, and let gloo send it, now or later."""
+        name = func.__name__.split(".")[0]
+        if func.namespace != "c10d" or name not in OPERATORS:
+            return func(*args, **(kwargs or {}))
         if self._error is not None:
             raise self._error
-        name = operator.__name__.split(".")[0]
         tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
         num_bytes = sum(tensor.nbytes for tensor in tensors) * share_of_all_reduce(name)
         self._num_bytes += num_bytes
-        if link is None:
-            return kernel(keys, *args)
+        link = self._link
+        if link is None or any(tensor.device.type != "cpu" for tensor in tensors):
+            return func(*args, **(kwargs or {}))
         size = dist.get_world_size()
         num_hops = {"allreduce_": 2 * (size - 1), "send": 1, "alltoall_base_": 1}.get(name, size - 1)
         arrival = link.arrival(float(num_bytes * 2 * (size - 1) / size), num_hops, time.monotonic())
         future: torch.futures.Future[Any] = torch.futures.Future()
-        self._held.put((arrival, partial(kernel, keys, *args), future, args[0]))
+        self._held.put((arrival, partial(func, *args, **(kwargs or {})), future, args[0]))
         work = c10d._create_work_from_future(future).boxed()
-        return work if len(operator._schema.returns) == 1 else (args[0], work)
+        return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _carry(self) -> None:
         """Hand each collective to gloo when it has arrived; a thread waits for its end."""

@@ -108,7 +108,7 @@ def test_a_whole_run(tmp_path):
         compressed = power_sgd["bytes_per_step"]
         assert compressed < none["bytes_per_step"] / 4
         # Options and nodes of both ranks, in the first step; in the group's first the links' delay, too.
-        compared = 2 * 2 * MESSAGE_BYTES + (8 if power_sgd is rows[1] else 0)
+        compared = 2 * MESSAGE_BYTES + (8 if power_sgd is rows[1] else 0)
         plain = 6 * none["bytes_per_step"]
         assert power_sgd["sent_bytes"] == assignment + compared + plain + 54 * compressed
         # Both runs have equal weights and data, so losses differ only after the sixth step.
