@@ -22,13 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# A rank's receives send nothing.
-OPERATORS = {
-    *("allreduce_", "allreduce_coalesced_", "allgather_", "allgather_coalesced_", "_allgather_base_"),
-    *("allgather_into_tensor_coalesced_", "alltoall_", "alltoall_base_", "barrier", "broadcast_", "gather_"),
-    *("reduce_", "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
-    *("scatter_", "send"),
-}
+RECEIVES = {"recv_", "recv_any_source_"}  # they send nothing
 
 
 @dataclass
@@ -50,7 +44,7 @@ class Link:
         return f"{self.mbit_per_s:g} Mbit/s with {self.delay_ms:g} ms each way"
 
     def arrival(self, num_bytes: float, num_hops: int, now: float) -> float:
-        """Return the time, in seconds, at which bytes that are sent now have taken so many delays."""
+        """Return the time, in seconds, at which bytes sent now arrive, after this number of delays."""
         self._sent_at = max(self._sent_at, now) + num_bytes * 8 / (self.mbit_per_s * 1e6)
         self._arrives_at = max(self._arrives_at, self._sent_at + num_hops * self.delay_ms / 1e3)
         return self._arrives_at
@@ -98,7 +92,7 @@ class Wire(TorchDispatchMode):
     ) -> Any:
         """Count what is sent, and let gloo send it, now or later."""
         name = func.__name__.split(".")[0]
-        if func.namespace != "c10d" or name not in OPERATORS:
+        if func.namespace != "c10d" or name in RECEIVES:
             return func(*args, **(kwargs or {}))
         if self._error is not None:
             raise self._error

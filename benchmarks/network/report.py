@@ -231,11 +231,12 @@ def _draw_panel(axes: Any, title: str, lines: dict[str, dict[float, list[Row]]])
         axes.plot(
             xs, times, style, marker="o", markersize=4, color=colors[hook.removesuffix(FLAT)], label=hook
         )
-    axes.set(
-        yscale="log", ylabel="ms per step", xlabel="one-way delay, ms" if "Mbit/s" in title else "Mbit/s"
-    )
+    axes.set(yscale="log", ylabel="ms per step", xlabel="one-way delay, ms")
     axes.set_xticks(_xs(lines))
     label_decades(axes.yaxis)
+    if "Mbit/s" not in title:
+        axes.set(xscale="log", xlabel="Mbit/s")
+        label_decades(axes.xaxis)
     axes.set_title(title, loc="left")
     axes.grid(which="major", alpha=0.3)
 
