@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import models
-from gradcomp.bench.steps import register
 from gradcomp.hooks.named_hooks import NAMES, NamedHook
 from gradcomp.plan import Network, collectives_of, traffic
 from gradcomp.plan.models import buckets_of
@@ -75,7 +74,8 @@ def count_sent(rank, names, per_node, round_trip_ms):
         widths = (300, 200, 700, 130, 1, 70_000)
         model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths)))
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
-        register(ddp, name, per_node)
+        hook = NamedHook.form_named(name)
+        hook.register(ddp, 2, per_node if hook.is_hierarchical else 1)
         for _ in range(3):  # buckets are rebuilt, the state compares its ranks
             ddp(torch.randn(2, 300)).sum().backward()
         with SentMeter() as meter:
@@ -83,7 +83,6 @@ def count_sent(rank, names, per_node, round_trip_ms):
         counted[name] = (meter.num_messages, meter.num_all_reduces, meter.num_bytes)
         buckets = buckets_of([tuple(each.shape) for each in model.parameters()], cap_bytes=0.3 * 2**20)
         assert len(buckets) > 1
-        hook = NamedHook.form_named(name)
         collectives = [
             each for bucket in buckets for each in collectives_of(hook, tuple(bucket), FP32, network)
         ]
