@@ -3,7 +3,6 @@
 python -m gradcomp [info]    print the versions, the devices and the backends
 python -m gradcomp plan      what each hook sends for a model, and a network's time for it, by arithmetic
 python -m gradcomp bench     train a model with auto_hook, under torchrun; print its table and its choice
-python -m gradcomp report    print what a Recorder's files say
 """
 
 import argparse
@@ -20,7 +19,6 @@ from .bench import main as bench
 from .command_line import OneLineParser
 from .device import AMD_ARCHITECTURES, amd_architecture, is_rocm
 from .plan import command as plan_command
-from .report import main as report_main
 
 
 def versions() -> dict[str, str]:
@@ -83,7 +81,7 @@ def info(arguments: Sequence[str] | None = None) -> None:
     print(report())
 
 
-COMMANDS = {"info": info, "plan": plan_command.main, "bench": bench, "report": report_main}
+COMMANDS = {"info": info, "plan": plan_command.main, "bench": bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
