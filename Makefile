@@ -15,7 +15,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist workst
 
 # Tests that take long, because they run whole programs, train sharded models, search for planted bugs or compile for
 # GPUs, or that need more than pytest.
-PROGRAMS := tests/bench tests/benchmarks tests/docs tests/frameworks tests/fsdp tests/kernels/test_compiled.py \
+PROGRAMS := tests/test_bench.py tests/benchmarks tests/docs tests/frameworks tests/fsdp tests/kernels/test_compiled.py \
 	tests/house/test_project_files.py tests/house/test_wheel.py tests/plan/test_plan_command.py \
 	tests/testing/test_mutants.py tests/testing/test_wrong_hooks.py
 

@@ -2,8 +2,7 @@
 
 python -m gradcomp [info]    print the versions, the devices and the backends
 python -m gradcomp plan      what each hook sends for a model, and a network's time for it, by arithmetic
-python -m gradcomp bench     measure your cluster and a model's step with every hook, under torchrun
-python -m gradcomp report    print what a Recorder's files say
+python -m gradcomp bench     train a model with auto_hook, under torchrun; print its table and its choice
 """
 
 import argparse
@@ -16,11 +15,10 @@ import torch.distributed as dist
 import triton
 
 from . import __version__, ops
-from .bench import command as bench_command
+from .bench import main as bench
 from .command_line import OneLineParser
 from .device import AMD_ARCHITECTURES, amd_architecture, is_rocm
 from .plan import command as plan_command
-from .report import main as report_main
 
 
 def versions() -> dict[str, str]:
@@ -83,7 +81,7 @@ def info(arguments: Sequence[str] | None = None) -> None:
     print(report())
 
 
-COMMANDS = {"info": info, "plan": plan_command.main, "bench": bench_command.main, "report": report_main}
+COMMANDS = {"info": info, "plan": plan_command.main, "bench": bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

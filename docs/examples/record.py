@@ -1,9 +1,9 @@
 """Two CPU processes train with PowerSGD, and record what compression does in every step.
 
-python docs/examples/record.py recording.jsonl
-python -m gradcomp report recording.jsonl
+python docs/examples/record.py recording.json
 """
 
+import json
 import sys
 import tempfile
 
@@ -31,19 +31,19 @@ def run(rank, store, path):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5, momentum=0.9)
     data = torch.Generator().manual_seed(rank)
     mix = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(7)) / WIDTH**0.5
-    for step in range(300):
+    for _ in range(300):
         x = torch.randn(64, WIDTH, generator=data)
         optimizer.zero_grad()
         (ddp(x) - torch.tanh(x @ mix)).square().mean().backward()
         optimizer.step()
-        if step % 100 == 99:
-            recorder.complete()  # on every rank: the relative errors are those of all ranks' average
-            if rank == 0:
-                recorder.save(path)
+    recorder.complete()  # on every rank: the relative errors are those of all ranks' average
+    if rank == 0:
+        with open(path, "w") as file:
+            json.dump(recorder.rows(), file)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as store:
-        mp.spawn(run, args=(store, sys.argv[1] if len(sys.argv) > 1 else "recording.jsonl"), nprocs=2)
+        mp.spawn(run, args=(store, sys.argv[1] if len(sys.argv) > 1 else "recording.json"), nprocs=2)

@@ -184,7 +184,6 @@ class AutoState(CompressorState):
             return []
         trial, rows = self._trial, []
         for name, seconds in trial.medians().items():
-            cost = NamedHook.form_named(name).cost
             gain = trial.gain(name)
             median, low, high, level = gain or (None,) * 4
             rows.append(
@@ -198,7 +197,7 @@ class AutoState(CompressorState):
                     "level": level,
                     "why": trial.objection(name),
                     "sent_bytes": trial.sent_bytes.get(name),
-                    "nats": None if cost is None else cost.nats,
+                    "nats": NamedHook.form_named(name).cost,
                 }
             )
         return rows

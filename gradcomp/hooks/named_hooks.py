@@ -59,42 +59,20 @@ _STATELESS: dict[torch.dtype | None, Hook] = {
 }
 
 
-@dataclass(frozen=True)
-class AccuracyCost:
-    """A hook's measured cost in accuracy on the small GPT.
-
-    nats: the loss minus the loss without compression.
-    rate: how many times fewer bytes per step the hook sent.
-    note: for a cost that was measured with another hook, or on another number of ranks.
-    """
-
-    nats: float
-    rate: float
-    note: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.nats:+.3f} at {self.rate:.3g}×{', ' + self.note if self.note else ''}"
-
-
-# As docs/accuracy.md has them.
+# The hooks' costs in validation loss of the small GPT, in nats, as docs/accuracy.md has them.
 COSTS = {
-    "none": AccuracyCost(0.0, 1.0),
-    "allreduce": AccuracyCost(0.0, 1.0),
-    "fp16": AccuracyCost(0.0, 2.0),
-    "int8": AccuracyCost(0.0, 3.8),
-    "int4": AccuracyCost(0.004, 7.1),
-    "powersgd:16": AccuracyCost(0.002, 2.6),
-    "powersgd:8": AccuracyCost(0.032, 5.6),
-    "powersgd:4": AccuracyCost(0.083, 10.5),
-    "powersgd:8:bf16": AccuracyCost(0.027, 11.3),
-    "powersgd:16:int8": AccuracyCost(0.006, 11.1),
-    "powersgd:8:int8": AccuracyCost(0.032, 20.6),
-    "powersgd:4:int8": AccuracyCost(0.087, 35.1),
-    # From benchmarks/results/accuracy_2_ranks.jsonl, 4 seeds.
-    "bf16": AccuracyCost(0.0, 2.0, "2 ranks"),
-    "powersgd:2": AccuracyCost(0.152, 18.4, "2 ranks"),
-    "powersgd:1": AccuracyCost(0.268, 29.7, "2 ranks"),
+    **dict.fromkeys(("none", "allreduce", "fp16", "int8"), 0.0),
+    "int4": 0.004,
+    "powersgd:16": 0.002,
+    "powersgd:8": 0.032,
+    "powersgd:4": 0.083,
+    "powersgd:8:bf16": 0.027,
+    "powersgd:16:int8": 0.006,
+    "powersgd:8:int8": 0.032,
+    "powersgd:4:int8": 0.087,
 }
+# From benchmarks/results/accuracy_2_ranks.jsonl, 4 seeds.
+COSTS_ON_2_RANKS = {"bf16": 0.0, "powersgd:2": 0.152, "powersgd:1": 0.268}
 
 
 @dataclass(frozen=True)
@@ -189,19 +167,16 @@ class NamedHook:
             averager.register_comm_hook(*self.state_and_hook(start_iter, ranks_per_node))
 
     @property
-    def cost(self) -> AccuracyCost | None:
-        """The hook's cost in accuracy; None if neither the hook nor a similar one was measured.
+    def cost(self) -> float | None:
+        """The hook's cost in accuracy, in nats; None if neither the hook nor a similar one was measured.
 
         A hierarchical hook, which was not measured, is assumed to cost as much as flat. It sums fewer codes.
         Similar to PowerSGD is PowerSGD of equal rank with int8 factors, the coarsest, or else with fp32.
         """
-        if self.flat_name in COSTS:
-            return COSTS[self.flat_name]
-        family, rank, *_ = [*self.flat_name.split(":"), ""]
-        for other, factors in ((f"{family}:{rank}:int8", "int8"), (f"{family}:{rank}", "fp32")):
-            if (cost := COSTS.get(other)) is not None:
-                return replace(cost, note=", ".join(filter(None, (cost.note, f"{factors} factors"))))
-        return None
+        costs, name = COSTS | COSTS_ON_2_RANKS, self.flat_name
+        family, rank, *_ = [*name.split(":"), ""]
+        similar = (name, f"{family}:{rank}:int8", f"{family}:{rank}")
+        return next((costs[each] for each in similar if each in costs), None)
 
 
 def forms_of(hooks: Iterable[NamedHook], *, has_nodes: bool, is_gloo: bool) -> Iterator[NamedHook]:

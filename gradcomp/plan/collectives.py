@@ -123,7 +123,6 @@ class Network:
 class Traffic:
     """What a hook sends in a step that compresses, and the network's time for it.
 
-    collective_bytes: as in docs/accuracy.md: half of all-to-alls and all-gathers, nothing within a node.
     sent_bytes: what leaves a node.
     transfer_s: sent_bytes over the node's bandwidth.
     wait_s: the round trips that follow one another.
@@ -131,7 +130,6 @@ class Traffic:
     Backward hides a part of both times, and compressing takes time of its own.
     """
 
-    collective_bytes: float
     sent_bytes: float
     transfer_s: float
     wait_s: float
@@ -161,9 +159,7 @@ def traffic(
         has_all_reduces = any(each.kind == "all-reduce" for each in collectives)
         num_trips = max([num_trips / (GLOO_THREADS if has_all_reduces else len(trips)), *trips])
     wait_s = num_trips * network.round_trip_s
-    counted = [each for each in collectives if each.group != "within"]
-    handed = sum(each.num_bytes / (1 if each.kind == "all-reduce" else 2) for each in counted)
-    return Traffic(handed, sent_bytes, transfer_s, wait_s)
+    return Traffic(sent_bytes, transfer_s, wait_s)
 
 
 @cache

@@ -1,6 +1,5 @@
 """Test a short `make bench-network`, its tables, and its messages about privileges and arguments."""
 
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,6 @@ from benchmarks.network import hosts, report
 from benchmarks.network.router import Timetable
 from benchmarks.network.workloads import WORKLOADS
 from benchmarks.records import read
-from tests.bench import two_hosts
 from tests.depth import everyday
 from tests.programs import ROOT, descendants, is_running, run_module, users_environment
 
@@ -123,32 +121,6 @@ def test_nothing_survives_the_program(number, delay, tmp_path):
     deadline = time.monotonic() + 30
     while alive := [pid for pid in below if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {alive}"
-
-
-@pytest.mark.usefixtures("allowed")
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
-def test_bench_on_two_hosts(tmp_path, ranks_per_host):
-    file = tmp_path / "measured.json"
-    arguments = ["--model", "mlp", "--hook", "int4", "--seconds", "0.05", "--out", str(file)]
-    program = [sys.executable, "-m", "tests.bench.two_hosts", str(tmp_path), str(ranks_per_host), *arguments]
-    done = subprocess.run(
-        hosts.isolated(program),
-        cwd=ROOT,
-        env=users_environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    said = [(tmp_path / f"host{rank}").read_text() for rank in range(2)]
-    assert done.returncode == 0, (done.stdout, done.stderr, said)
-    found = json.loads(file.read_text())
-    assert (found["world_size"], found["ranks_per_node"]) == (2 * ranks_per_host, ranks_per_host)
-    steps = {hook["name"]: hook["step_p50_s"] for hook in found["hooks"]}
-    assert ("int4 hierarchical" in steps) is (ranks_per_host == 2)
-    # A fast machine can't send faster than the link; how slow a busy one is doesn't matter. A ring of four
-    # ranks sends 1.5 times the gradients from each host.
-    sent_bytes = MLP_BYTES * (1.5 if ranks_per_host == 2 else 1)
-    assert steps["none"] > 0.9 * sent_bytes * 8 / (two_hosts.LINK_MBIT_PER_S * 1e6)
 
 
 def arrivals_ms(mbit_per_s, delay_ms, sent, num_hosts=2):

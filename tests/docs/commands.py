@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradcomp.bench.command import bench_parser
+from gradcomp.bench import bench_parser
 from gradcomp.plan.command import plan_parser
 
 ROOT = Path(__file__).resolve().parents[2]

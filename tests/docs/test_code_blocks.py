@@ -81,7 +81,7 @@ def test_blocks_are_found_as_they_stand():
         ("python -m gradcomp.nothing", "there is no module"),
         ("python -m gradcomp nothing", "has no command nothing"),
         ("python -m gradcomp plan --model a:b --nothing", "unrecognized arguments: --nothing"),
-        ("torchrun --nproc-per-node 2 -m gradcomp bench --seconds many", "argument --seconds"),
+        ("torchrun --nproc-per-node 2 -m gradcomp bench --rounds many", "argument --rounds"),
         ("pip install '.[nothing]'", "has no extra nothing"),
         ("Times are PREDICTED", "is no command"),
     ],

@@ -1,6 +1,5 @@
 """auto_hook: the trial's turns, the choice, and the errors that pass from one candidate to the next."""
 
-import json
 import math
 import re
 
@@ -9,9 +8,7 @@ import torch
 
 from gradcomp.compress import Recorder
 from gradcomp.compress.consolidation import average_errors
-from gradcomp.compress.recording.file import read
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
-from gradcomp.report import report
 from gradcomp.testing import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.powersgd_runs import reload
@@ -534,30 +531,17 @@ def test_a_damaged_trial_is_refused(entry, value, message):
 # --- what it records ---
 
 
-def test_the_recording_has_the_choice(tmp_path):
-    path = tmp_path / "recording.jsonl"
-
+def test_the_recorder_has_the_choice():
     def run(rank, group):
         state = state_of(rank, group)
         recorder = Recorder(state, every=20)
         for step in range(60):
             step_of(state, rank, step)
-        found = recorder.choices
-        if rank == 0:
-            recorder.save(path)
-        return found
+        return recorder.choices, state.table
 
-    ours, theirs = run_ranks(run, 2)
-    assert theirs == ours
-    assert [(each["step"], each["choice"]) for each in ours] == [(50, "int4")]
-    recordings = read(path)
-    assert [recording.choices for recording in recordings] == [ours]
-    assert "choice before step 50  int4. A step with " in report(recordings[0], "auto_hook")
-    lines = path.read_text().splitlines()
-    wrong = json.dumps(ours[0] | {"choice": "int3"})
-    path.write_text("\n".join([lines[0], wrong]))
-    with pytest.raises(ValueError, match="line 2 is not what"):
-        read(path)
+    (ours, table), theirs = run_ranks(run, 2)
+    assert theirs == (ours, table)
+    assert ours == [{"step": 50, "choice": "int4", "candidates": table}]
 
 
 # --- bad input ---

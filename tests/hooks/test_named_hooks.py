@@ -8,7 +8,7 @@ import torch
 
 from gradcomp.compress.powersgd import PowerSGDOptions
 from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
-from gradcomp.hooks.named_hooks import COSTS, HOOKS, NAMES, NamedHook, forms_of
+from gradcomp.hooks.named_hooks import COSTS, COSTS_ON_2_RANKS, HOOKS, NAMES, NamedHook, forms_of
 from tests.programs import ROOT
 
 
@@ -62,19 +62,16 @@ def test_forms():
 def test_costs_are_those_of_the_page():
     page = (ROOT / "docs" / "accuracy.md").read_text()
     gpt = page[page.index("\ngpt: ") :].partition("\n\n")[0]
-    row = re.compile(r"^(\S+) +[\d,]+ +([\d.]+)× .*? ([+-]\d\.\d{3}) ±", re.MULTILINE)
-    on_page = {name: (float(nats), float(rate)) for name, rate, nats in row.findall(gpt)}
-    known = COSTS.keys() - {"none", "allreduce"}
-    costs = {name: (COSTS[name].nats, COSTS[name].rate) for name in known if not COSTS[name].note}
-    assert costs == {name: on_page[name] for name in costs}
-    assert costs.keys() >= on_page.keys() - {"int4:64"}
+    row = re.compile(r"^(\S+) .* ([+-]\d\.\d{3}) ±", re.MULTILINE)
+    on_page = {name: float(nats) for name, nats in row.findall(gpt)}
+    assert {name: on_page.get(name, 0.0) for name in COSTS} == COSTS
+    assert on_page.keys() - COSTS.keys() == {"int4:64", "alone"}
 
 
 def test_costs_of_hooks_that_were_not_measured():
-    assert cost_of("powersgd:16:bf16").nats == COSTS["powersgd:16:int8"].nats
-    assert "int8" in cost_of("powersgd:16:bf16").note
-    assert cost_of("powersgd:1:int8").note == "2 ranks, fp32 factors"
-    assert cost_of("powersgd:32") is cost_of("batched:4") is None
+    assert cost_of("powersgd:16:bf16") == COSTS["powersgd:16:int8"]
+    assert cost_of("powersgd:1:int8") == COSTS_ON_2_RANKS["powersgd:1"]
+    assert cost_of("powersgd:32") is cost_of("batched:4") is cost_of("int4:64") is None
     assert all(cost_of(name) is not None for name in NAMES)
 
 

@@ -91,13 +91,6 @@ def test_hierarchical_no_more_leaves_a_node_of_many_ranks_than_a_rank_alone(back
             assert step(name, network).sent_bytes > 1.3 * alone
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_both_forms_save_equally_many_bytes(name):
-    """Both forms keep equally much of a gradient; collective_bytes is compared with docs/accuracy.md."""
-    flat, hierarchical = (step(each, on_nodes(8, 4)) for each in (name, f"{name} hierarchical"))
-    assert flat.collective_bytes == hierarchical.collective_bytes
-
-
 @pytest.mark.parametrize("name", ALL_FORMS)
 def test_nodes_of_one_rank_are_the_ranks(name):
     flat_name = "allreduce" if name == "none hierarchical" else name.split()[0]  # DDP's own knows no delay
@@ -115,7 +108,6 @@ def test_nothing_leaves_the_only_node(name):
     ):
         found = step(name, network)
         assert found.sent_bytes == found.transfer_s == found.wait_s == 0
-        assert found.collective_bytes > 0
 
 
 @pytest.mark.parametrize("name", NAMES)

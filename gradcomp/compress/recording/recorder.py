@@ -4,11 +4,9 @@ Norms and sketches (row.py) are computed on the bucket's device, in stream order
 host reads them when you ask for rows. docs/recording.md has the formulas.
 """
 
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from ...comm.streams import mark
 from ...rules import RANK
 from ..parameter_states import Bucket
 from ..state import CompressorState
-from .file import Header, append
 from .row import NUM_VALUES, RecordedBucket, Source, measure, relative_errors, step_values
 
 Log = Callable[[int, dict[str, float]], Any]
@@ -48,7 +45,7 @@ class Recorder:
         recorder = Recorder(state, every=10)
         ...  # train
         recorder.complete()  # on every rank
-        recorder.save("recording.jsonl")
+        json.dump(recorder.rows(), file)
     """
 
     def __init__(self, state: CompressorState, *, every: int = 1, max_rows: int = 4096):
@@ -68,7 +65,6 @@ class Recorder:
         self._rows: deque[RecordedBucket] = deque(maxlen=int(RANK("max_rows", max_rows)))
         self._block: torch.Tensor | None = None
         self._num_used = 0
-        self._name = uuid.uuid4().hex  # tells its rows in a file from other recorders' rows
         # Rows that were dropped because there were more than max_rows.
         self.num_dropped = 0
         # What an AutoState has chosen: {"step", "choice", "candidates"}, the last as in AutoState.table.
@@ -89,7 +85,7 @@ class Recorder:
             self._append(RecordedBucket(step, index, source, numel, num_bytes, num_bytes))
 
     def _source(self, group: dist.ProcessGroup) -> Source:
-        return Source(weakref.ref(group), group.rank(), group.size(), self._state.settings)
+        return Source(weakref.ref(group), group.rank(), group.size())
 
     def recorded(
         self,
@@ -151,10 +147,10 @@ class Recorder:
         Raises RuntimeError on every rank if the ranks' rows differ.
         """
         group = resolve_group("Recorder.complete", self._state.process_group)
-        here = self._source(group)[:3]
-        rows = [row for row in self._rows if row.values is not None and row.source[:3] == here]
+        here = self._source(group)
+        rows = [row for row in self._rows if row.values is not None and row.source == here]
         values = [row.values for row in rows if row.values is not None]
-        advice = "Call it on every rank, after the same step; then only one rank may save or log the rows"
+        advice = "Call it on every rank, after the same step; then only one rank may write or log the rows"
         require_all_ranks("Recorder.complete", "find the relative errors of the recorded rows", group, advice)
         require_same_on_all_ranks(
             "Recorder.complete()",
@@ -191,31 +187,8 @@ class Recorder:
             log(step, values)
         self._forget(len(rows))
 
-    def save(self, path: str | Path) -> None:
-        """Append the rows and choices to a file of JSON lines, and delete them from the recorder.
-
-        `python -m gradcomp report` prints what the file says. Every rank that saves needs its own file.
-
-        Raises OSError if the file can't be written; the rows are kept then.
-        """
-        source = self._source(resolve_group("Recorder.save", self._state.process_group))
-        rows = list(self._rows)
-        lines: list[Header | dict[str, Any]] = [self._header(source), *self.choices]
-        for row in rows:
-            if row.source[1:] != source[1:]:
-                source = row.source
-                lines.append(self._header(source))
-            lines.append(row.as_dict())
-        append(Path(path), lines)
-        self.choices = []
-        self._forget(len(rows))
-
-    def _header(self, source: Source) -> Header:
-        state, options = self._state, source.settings.by_name()
-        return Header(self._name, state.algorithm, options, source.rank, source.world_size, state._is_resumed)
-
     def forget_step(self, step: int) -> None:
-        """Delete the step's rows, as if it had not been taken. Rows that are saved or flushed stay."""
+        """Delete the step's rows, as if it had not been taken. Rows that are flushed stay."""
         self._rows = deque((row for row in self._rows if row.step != step), self._rows.maxlen)
 
     def _forget(self, num_rows: int) -> None:

@@ -78,12 +78,11 @@ NUM_VALUES = 1 + LENGTH
 
 
 class Source(NamedTuple):
-    """The source of a row: the group, this rank's number in it, its size, and the state's settings."""
+    """The source of a row: the group, this rank's number in it, and its size."""
 
     group: weakref.ref[dist.ProcessGroup]
     rank: int
     world_size: int
-    settings: Any
 
 
 @dataclass(eq=False)

@@ -1,1 +1,0 @@
-"""Measure a cluster: its links, and a model's step with every hook."""

@@ -1,0 +1,199 @@
+"""Test `python -m gradcomp bench`: its table and advice, refusals, and that no process is left."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from gradcomp import bench
+from gradcomp.__main__ import main
+from tests.programs import ROOT, TORCHRUN, run_module, run_python, users_environment
+
+QUICK = ["--cpu", "--model", "tests.test_bench:tiny", "--bucket-cap-mb", "0.02", "--hook", "int4"]
+END_S = 30
+
+# --- models, which the tests name on bench's command line ---
+
+
+def tiny():
+    """Return a model of two buckets at 0.02 MB, and its loss."""
+    module, x = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 50)), torch.ones(2, 40)
+    return module, lambda model: model(x).square().mean()
+
+
+def fails_on_rank_1():
+    if os.environ["RANK"] == "1":
+        raise FileNotFoundError("no data here")
+    return tiny()
+
+
+def dies_on_rank_1():
+    return tiny()[0], lambda model: os._exit(7) if os.environ["RANK"] == "1" else model(torch.ones(40)).sum()
+
+
+def test_the_large_gpt_has_the_size_that_is_said():
+    with torch.device("meta"):
+        module, loss = bench.MODELS["gpt-medium"]()
+    assert round(sum(each.numel() for each in module.parameters()) / 1e6) == 303
+    assert loss(module).shape == ()
+
+
+# --- what it prints ---
+
+
+def test_noop_and_every_form_are_printed_and_advice_comes_last():
+    done = run_module("gradcomp", "bench", "--ranks", "4", "--ranks-per-node", "2", "--rounds", "1", *QUICK)
+    assert done.returncode == 0, done.stdout
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert lines[0] == "tests.test_bench:tiny: 27,350 parameters, 4 ranks, gloo"
+    assert lines[1].startswith("headroom: without communication (noop) a step is ")
+    names = ["noop", "none hierarchical", "none", "int4 hierarchical", "int4"]
+    assert [line.split("  ")[0] for line in lines[2:8]] == ["hook", *names]
+    assert lines[-1].startswith(("Use ", "Don't compress: "))
+
+
+def test_under_torchrun_rank_0_alone_prints():
+    done = run_python(*TORCHRUN, "-m", "gradcomp", "bench", "--rounds", "1", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("headroom: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("choice", "advice"),
+    [
+        ("none", "Don't compress: no hook surely gains more than 5% of a step, within the wait."),
+        ("int4", "Use int4: a step takes 33.5 ms instead of 90 ms."),
+    ],
+)
+def test_the_advice_is_the_states_choice(choice, advice):
+    unknown = dict.fromkeys(("gain_ms", "gain_low_ms", "gain_high_ms", "wait_ms", "sent_bytes", "nats"))
+    none = {"candidate": "none", "ms": 90.0, "why": ""}
+    int4 = {"candidate": "int4", "ms": 33.5, "gain_ms": 56.5, "gain_low_ms": 50.0, "gain_high_ms": 60.25}
+    table = [
+        {**unknown, **none, "wait_ms": 61.0, "sent_bytes": 4_000_000},
+        {**unknown, **int4, "sent_bytes": 520_000, "nats": 0.004, "why": "reason"},
+    ]
+    lines = bench.report(SimpleNamespace(table=table, choice=choice, tolerance=0.05), 30.0, 91.0)
+    assert lines[0].endswith("a step is 67% shorter")
+    rows = [" ".join(line.split()) for line in lines[3:6]]
+    assert rows == [
+        "noop 30 ms 61 ms 0 B it averages nothing",
+        "none 90 ms 61 ms 4.00 MB",
+        "int4 33.5 ms 56.5 ms 50 to 60.2 520.00 kB +0.004 reason",
+    ]
+    assert lines[-1] == advice
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_noop_takes_turns_with_steps_that_communicate(monkeypatch):
+    """Here a bucket's all-reduce takes 3 ms, and nothing else takes time."""
+    now = SimpleNamespace(s=0.0)
+
+    def slow_hook(_, bucket):
+        now.s += 3e-3
+        return bench.noop_hook(None, bucket)
+
+    monkeypatch.setattr(bench, "allreduce_hook", slow_hook)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    cpu, state = torch.device("cpu"), SimpleNamespace(steps_per_turn=6, rounds=3, choice="none")
+    assert bench.measure(*tiny(), state, cpu, 0.02) == pytest.approx([0.0, 2 * 3.0])
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hook", "int2"], "argument --hook: there is no hook 'int2'; known are none, allreduce"),
+        (["--hook", "batched:4"], "candidates: 'batched:4' can't be a candidate"),
+        (["--rounds", "0"], "'0' is not a whole number of at least 1"),
+        (["--bucket-cap-mb", "-1"], "'-1' is not a number above 0"),
+        (["--ranks", "1"], "one rank has nobody to communicate with"),
+        (["--ranks", "3", "--ranks-per-node", "2"], "3 ranks don't fill nodes of 2 (--ranks-per-node)"),
+        ([], "there is one process only; start it with torchrun on every machine (torchrun --nnodes 2"),
+    ],
+)
+def test_bad_arguments_start_nothing(capsys, monkeypatch, arguments, message):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *arguments])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--hook", "int2"], "there is no hook"), (["--ranks", "3"], "--ranks is 3, but there are 2 ranks")],
+)
+def test_of_several_ranks_one_speaks(capsys, monkeypatch, rank, arguments, message):
+    monkeypatch.setattr(bench, "GRACE_S", 0)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *arguments])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count(message) == (rank == "0")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("tests.test_bench:fails_on_rank_1", "rank 1: .*FileNotFoundError: no data here"),
+        ("tests.test_bench:END_S", "rank 0: .*'END_S' of module 'tests.test_bench' is not callable"),
+        ("gtp", "rank 0: model 'gtp' is none of gpt, gpt-medium, and no module:callable"),
+    ],
+)
+def test_a_model_that_can_not_be_trained_ends_all_ranks(model, message):
+    done = run_module("gradcomp", "bench", "--cpu", "--ranks", "2", "--model", model)
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.count("error: ") == 1, "rank 0 alone prints"
+    assert "Traceback" not in done.stdout
+    assert re.search(message, done.stdout), done.stdout
+
+
+def test_a_rank_that_dies_ends_the_others():
+    done = run_module(
+        "gradcomp", "bench", "--cpu", "--ranks", "2", "--model", "tests.test_bench:dies_on_rank_1"
+    )
+    assert done.returncode not in (0, 2), done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_whatever_ends_it_ends_its_ranks(number):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradcomp", "bench", "--ranks", "2", "--rounds", "100000", *QUICK],
+        cwd=ROOT, env=users_environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        # A shell starts background processes with SIGINT ignored; restore it, so that Ctrl-C ends this one.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    ranks: list[int] = []
+    try:
+        assert "2 ranks" in process.stdout.readline(), "it ended before it began"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks += [os.pidfd_open(int(child)) for child in children]
+        assert len(ranks) >= 2  # and multiprocessing's own process
+        process.send_signal(number)
+        _, err = process.communicate(timeout=END_S)
+        assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else bench.INTERRUPTED)
+        assert "Traceback" not in err
+        assert all(select.select([each], [], [], END_S)[0] for each in ranks), "a rank is left"
+    finally:
+        process.kill()
+        process.communicate()
+        for each in ranks:
+            os.close(each)
