@@ -38,7 +38,6 @@ from gradcomp import ops
 
 from ..rules import described
 from .process_group import Explaining, backends_of, kept_of
-from .reduced_values import ReducedValues
 
 if TYPE_CHECKING:
     from .nodes import Nodes
@@ -380,5 +379,9 @@ def _measured_s(group: dist.ProcessGroup) -> float:
 
 
 def _largest(seconds: float, group: dist.ProcessGroup) -> float:
-    what = "agree on the delay of the links"
-    return ReducedValues(what, [seconds], [group], torch.device("cpu")).wait()[0]
+    # By messages: a profiler that counts a first step's all-reduces finds the buckets' alone.
+    mine = torch.tensor([seconds], dtype=torch.float64, device="cpu")
+    received = mine.new_empty(group.size(), 1)
+    with Explaining.of("agree on the delay of the links", group):
+        all_gather(received, mine, group).wait()
+    return received.max().item()
