@@ -19,13 +19,14 @@ others, the oldest bucket first: A₀ A₁ … B₀ B₁ …. With any number of
 """
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -64,9 +65,9 @@ def _next(stages: Generator[dist.Work | None, None, T], work: dist.Work | None) 
 class PipelinedFuture(torch.futures.Future[torch.Tensor]):
     """A future that runs the stages left when it is waited for: no hook of a later bucket may come."""
 
-    def __init__(self, pipeline: "Pipeline", device: torch.device):
+    def __init__(self, pipeline: "Pipeline", device: torch.device, followed: "PipelinedFuture | None" = None):
         super().__init__(devices=[device] if has_streams(device) else None)
-        self._pipeline, self._device = pipeline, device
+        self._pipeline, self._device, self._followed = pipeline, device, followed
 
     def wait(self) -> Any:
         if not self.done():
@@ -79,7 +80,7 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
             self._pipeline.finish(num_stages=1)
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        chained = PipelinedFuture(self._pipeline, self._device)
+        chained = PipelinedFuture(self._pipeline, self._device, self._followed or self)
 
         def follow(done: Any) -> None:
             try:
@@ -91,9 +92,18 @@ class PipelinedFuture(torch.futures.Future[torch.Tensor]):
         return chained
 
     def drop(self) -> None:
-        """Wait for the collective under way, and run no further stage: an error has ended the backward."""
-        if not self.done():
-            self._pipeline.drop_of_other_backwards(-1)
+        """Wait for the bucket's collective under way, and run no further stage: an error ended the step."""
+        own = self._followed or self
+        self._pipeline.drop(lambda running: running.future is own)
+
+
+def drop(averages: Iterable[Future | dist.Work]) -> None:
+    """Wait for what is under way of these averages, which may still write to buckets. Forget their errors."""
+    for each in averages:
+        with suppress(Exception):
+            if isinstance(each, PipelinedFuture):
+                each.drop()
+            each.wait()
 
 
 @dataclass(eq=False)
@@ -117,8 +127,9 @@ class _Running:
 
         The last stage completes the future. Raises the error of a stage, explained.
         """
+        work, self.work = self.work, None
         try:
-            self.work = _next(self.stages, self.work)
+            self.work = _next(self.stages, work)
         except StopIteration as end:
             self.future.set_result(end.value)
             return True
@@ -126,8 +137,13 @@ class _Running:
             self.operation.reraise(error)
         return False
 
-    def fail(self, error: Exception) -> None:
-        """Give up the bucket: its future holds the error."""
+    def give_up(self, error: Exception) -> None:
+        """Wait for the collective under way, which may still write to buffers. The future holds the error."""
+        if self.work is not None:
+            on_side_stream(self.device, partial(drop, [self.work]))
+        self.stages.close()
+        if has_streams(self.device):
+            torch.cuda.current_stream(self.device).wait_stream(side_stream(self.device))
         if not self.future.done():
             self.future.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
 
@@ -152,7 +168,9 @@ class Pipeline:
         """
         device, backward = bucket.buffer().device, torch._C._current_graph_task_id()
         if is_first and self._running:
-            self.drop_of_other_backwards(backward)
+            # The buffers of a backward that an error has ended have other gradients already; one without an
+            # error leaves nothing. What was begun outside of any goes on.
+            self.drop(lambda running: running.backward not in (-1, backward))
             self.finish()
         if has_streams(device):
             wait_for_current_stream(device)
@@ -167,6 +185,7 @@ class Pipeline:
         elif self._running and not earlier and backward != -1:
             # The last bucket may go to another hook. This runs before DDP waits for futures.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            _of_backwards.add(self)
         return future
 
     def finish(self, num_stages: int = -1) -> None:
@@ -181,22 +200,17 @@ class Pipeline:
             on_host = [each for each in reversed(running) if not has_streams(each.device)]
             self._running = [*self._advance(on_streams), *reversed(self._advance(on_host))]
 
-    def drop_of_other_backwards(self, backward: int) -> None:
-        """Drop what a backward that an error has ended left: the buffers have other gradients already.
-
-        A backward without an error leaves nothing. What was begun outside of any goes on.
-        """
-        left = [each for each in self._running if each.backward not in (-1, backward)]
+    def drop(self, is_left: Callable[[_Running], bool]) -> None:
+        """Give up the buckets under way that is_left chooses, after an error elsewhere."""
+        left = [*filter(is_left, self._running)]
         self._running = [each for each in self._running if each not in left]
-        for each in left:
-            if each.work is not None:
-                with suppress(RuntimeError):
-                    on_side_stream(each.device, each.work.wait)
-            each.stages.close()
-            if has_streams(each.device):
-                torch.cuda.current_stream(each.device).wait_stream(side_stream(each.device))
-            self._unfinished.discard(each)
-            each.fail(RuntimeError("an error ended the step before this bucket was averaged"))
+        self._give_up(left, RuntimeError("an error ended the step before this bucket was averaged"))
+
+    def end_backward(self, backward: int, *, drops: bool) -> None:
+        if drops:
+            self.drop(lambda running: running.backward == backward)
+        elif any(running.backward == backward for running in self._running):
+            self.finish()
 
     def _advance(self, buckets: Sequence[_Running]) -> list[_Running]:
         """Run the next stage of each bucket, on side streams. Returns the buckets that have more stages."""
@@ -222,17 +236,25 @@ class Pipeline:
                 else:
                     left.append(bucket)
             except Exception as error:
-                self._fail(bucket, error)
+                self._give_up([*self._unfinished], error)
                 raise
         return left
 
-    def _fail(self, failed: _Running, error: Exception) -> None:
-        for each in self._unfinished:
-            each.fail(error)
-            if each.work is not None and has_streams(each.device) and each is not failed:
-                # The memory of its buffers is used again, after the collective.
-                on_side_stream(each.device, each.work.wait)
-        self._unfinished.clear()
+    def _give_up(self, buckets: Iterable[_Running], error: Exception) -> None:
+        for each in buckets:
+            self._unfinished.discard(each)
+            each.give_up(error)
+
+
+_of_backwards: WeakSet[Pipeline] = WeakSet()
+
+
+def end_backward(*, drops: bool) -> None:
+    """Average or drop what the running backward has under way. Futures hold the errors; backward goes on."""
+    backward = torch._C._current_graph_task_id()
+    for pipeline in [*_of_backwards]:
+        with suppress(Exception):
+            pipeline.end_backward(backward, drops=drops)
 
 
 _of_thread = threading.local()  # has the thread's pipeline for hooks that keep nothing between buckets

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torchft
 from torch import nn
 
+from gradcomp.comm.pipeline import end_backward
 from gradcomp.comm.process_group import device_for
 from gradcomp.compress.sharing import furthest, take_over
 from gradcomp.compress.state import CompressorState
@@ -112,33 +113,39 @@ class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[
         buffer, manager = bucket.buffer(), self._manager
         averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         averaged.set_result(buffer)
-        manager.wait_quorum()
-        if manager.errored():
-            return averaged
-        try:
-            group = group_of_quorum(manager, self._pg)
-            if group is not self._group:
-                self._meet(group, buffer)
-            if self._step != manager.current_step():
-                self._step, self._iter = manager.current_step(), getattr(self._hook_state, "iter", 0)
-            # Replicas that heal give zeros, and don't count. Errors, of earlier steps, count as ever.
-            if not manager.is_participating():
-                buffer.zero_()
-            elif (scale := group.size() / manager.num_participants()) != 1:
-                buffer *= scale
-            averaged = self._hook(self._hook_state, bucket)
-        except Exception as error:
-            self._report(error)
-            return averaged
 
-        def value(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        def value(average: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             try:
-                return averaged.value()
+                return average.value()
             except Exception as error:
                 self._report(error)
                 return buffer
 
-        return averaged.then(value)
+        manager.wait_quorum()
+        if not manager.errored():
+            try:
+                self._prepare(buffer)
+                averaged = self._hook(self._hook_state, bucket).then(value)
+            except Exception as error:
+                self._report(error)
+        if manager.errored() or bucket.is_last():
+            # At the end of backward, where these averages would end, backward would raise their errors.
+            end_backward(drops=bool(manager.errored()))
+        return averaged
+
+    def _prepare(self, buffer: torch.Tensor) -> None:
+        """Meet the quorum's group, if it is new, and scale a bucket by the replicas that count."""
+        manager = self._manager
+        group = group_of_quorum(manager, self._pg)
+        if group is not self._group:
+            self._meet(group, buffer)
+        if self._step != manager.current_step():
+            self._step, self._iter = manager.current_step(), getattr(self._hook_state, "iter", 0)
+        # Replicas that heal give zeros, and don't count. Errors, of earlier steps, count as ever.
+        if not manager.is_participating():
+            buffer.zero_()
+        elif (scale := group.size() / manager.num_participants()) != 1:
+            buffer *= scale
 
     def _meet(self, group: dist.ProcessGroup, buffer: torch.Tensor) -> None:
         """Begin to average with a quorum's group."""
@@ -159,8 +166,8 @@ class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[
         self._group = group
 
     def _report(self, error: Exception) -> None:
-        if not self._has_failed:
+        self._has_failed = True
+        if not self._manager.errored():  # what follows from an error isn't the cause
             step = self._manager.current_step()
             _logger.warning("step %s is not committed: %s", step, error, exc_info=error)
-        self._has_failed = True
-        self._manager.report_error(error)
+            self._manager.report_error(error)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.comm.all_reduce import all_reduce_compressed, average_in_place, run_hook_compressed
 from gradcomp.comm.bucket import (
-    GradBucket,
     Hook,
     checked_bucket,
     checked_future,
@@ -26,10 +25,8 @@ from gradcomp.comm.bucket import (
     require_dense_floats,
     take_wire,
 )
-from gradcomp.comm.exchange import reduce_hierarchically
-from gradcomp.comm.nodes import AUTO, Nodes, nodes_in, require_ranks_per_node
-from gradcomp.comm.pipeline import Pipeline, Stages, average_in_stages
-from gradcomp.comm.process_group import Explaining, joined_group, kept_of, resolve_group
+from gradcomp.comm.pipeline import Pipeline
+from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 
 __all__ = [
     "allreduce_hook",
@@ -37,7 +34,6 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
-    "node_wrapper",
 ]
 
 
@@ -191,59 +187,6 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     if hook is allreduce_hook:
         return bf16_compress_hook
     return _compress_wrapper("bf16_compress_wrapper", torch.bfloat16, hook)
-
-
-def node_wrapper(hook: Hook, ranks_per_node: int | str = AUTO) -> Hook:
-    """Return a hook that averages exactly within each node, and with the given hook between nodes.
-
-    For nodes of g ranks that share a network card:
-
-    1. Reduce-scatter within the node: the rank of place j gets the node's mean of the bucket's j-th part.
-    2. Run the given hook on the part, with the ranks of equal place, one per node, as its process group.
-    3. All-gather the averages within the node.
-
-    On the wire: between nodes, the given hook's bytes for a g-th of the bucket, from each rank. NCCL's rings
-    pass each node once without this wrapper; on gloo it saves up to half of a node's bytes.
-    State: the process group, or None for the default one; the given hook takes a process group, too.
-    ranks_per_node: see QuantizationState. Without nodes, the given hook averages the bucket.
-
-    Raises TypeError if the given hook is not callable, ValueError for another ranks_per_node. In the first
-    step, the returned hook raises RuntimeError on every rank if the ranks have different ones.
-
-    Example::
-
-        ddp_model.register_comm_hook(None, default_hooks.node_wrapper(default_hooks.bf16_compress_hook))
-    """
-    if not callable(hook):
-        raise TypeError(f"node_wrapper wraps a communication hook, got {hook!r}")
-    ranks_per_node = require_ranks_per_node(ranks_per_node)
-    key, pipeline = object(), Pipeline()
-
-    def node_wrapper_hook(
-        process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        buffer, group = checked_bucket("node_wrapper", bucket, process_group)
-        kept: dict[object, Nodes | None] = kept_of(group)
-        if key not in kept:
-            kept[key] = nodes_in("node_wrapper", ranks_per_node, group, buffer.device)
-        nodes = kept[key]
-        if nodes is None:
-            return hook(process_group, bucket)
-        index, is_last, parameters = bucket.index(), bucket.is_last(), bucket.parameters()
-
-        def between(part: torch.Tensor) -> Stages:
-            averaged = hook(nodes.between, GradBucket(index, part, parameters, is_last))
-            yield averaged  # type: ignore[misc]  # it is waited for as a collective is
-            return averaged.value()
-
-        def stages() -> Stages:
-            yield from reduce_hierarchically(buffer, nodes, between, 1 / nodes.ranks_per_node)
-            return buffer
-
-        operation = Explaining.averaging(index, "node_wrapper", group)
-        return average_in_stages(bucket, stages(), operation, pipeline)
-
-    return node_wrapper_hook
 
 
 def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:

@@ -17,6 +17,7 @@ from gradcomp.compress.all_reduced import AllReducedCompressor, AllReducedOption
 from gradcomp.compress.compressor import Compressor
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
+from gradcomp.compress.state import CompressorState, compress_hook
 
 from . import default_hooks
 from .powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
@@ -143,15 +144,19 @@ class NamedHook:
         return replace(self, name=self.flat_name + HIERARCHICAL, is_hierarchical=True)
 
     def state_and_hook(self, start_iter: int, ranks_per_node: int | str = AUTO) -> tuple[Any, Hook]:
-        """Return a new state for the default group (None for a hook without one), and the hook.
+        """Return a new state for the default group (None for a flat hook without one), and the hook.
 
         start_iter: the plain steps before a state compresses.
-        ranks_per_node: of the state, and of a hierarchical hook without a state.
+        ranks_per_node: of the state.
         """
         options = self.options
         if isinstance(options, AllReducedOptions):
-            hook = _STATELESS[options.wire_dtype]
-            return None, default_hooks.node_wrapper(hook, ranks_per_node) if self.is_hierarchical else hook
+            if not self.is_hierarchical:
+                return None, _STATELESS[options.wire_dtype]
+            state = CompressorState(
+                self.compressor, options, start_iter=start_iter, ranks_per_node=ranks_per_node
+            )
+            return state, compress_hook
         if isinstance(options, QuantizedOptions):
             quantized = QuantizationState(
                 None, options.bits, options.block_size, start_iter=start_iter, ranks_per_node=ranks_per_node

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
-from gradcomp.comm.pipeline import PipelinedFuture
+from gradcomp.comm.pipeline import PipelinedFuture, drop
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 from gradcomp.comm.streams import require_no_capture
 from gradcomp.device import has_streams
@@ -104,8 +104,12 @@ class Averaging:
             is_last = number == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
             given: Any = GradBucket(index, buffer, known, is_last)
             operation = Explaining.averaging(index, f"{name_of(self._hook)} in average_", joined_group(group))
-            with operation:
-                future = self._hook(state, given)
+            try:
+                with operation:
+                    future = self._hook(state, given)
+            except BaseException:
+                drop(average for *_, average in self._buckets)
+                raise
             self._buckets.append((members, layout, buffer, parts, operation, future))
         self._ends_step = bool(self._buckets) and not is_last and hasattr(state, "end_step")
         self._state = state

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.bucket import Hook
+from gradcomp.comm.exchange import has_delay
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.streams import require_no_capture
 
@@ -105,6 +106,7 @@ class Reducer:
         self._agreement = Agreement(options, self.process_group, device)
         if verify:
             self._agreement.verify(self._names, self._params)
+            has_delay(self._params[0], self.process_group)  # measured here, not in the first step
         caps_bytes = first_bucket_cap_mb * MIB, bucket_cap_mb * MIB
         self.communicator = BucketCommunicator(
             self._params, self._names, self.process_group, caps_bytes, gradient_as_bucket_view, sparse

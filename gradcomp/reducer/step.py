@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradcomp.comm.exchange import all_reduce, has_delay
-from gradcomp.comm.pipeline import PipelinedFuture, run_through
+from gradcomp.comm.pipeline import drop, run_through
 from gradcomp.comm.process_group import Explaining
 from gradcomp.device import send
 
@@ -282,8 +281,4 @@ class Step:
 
     def break_off(self) -> None:
         """Wait for the averages under way, which may still write to the buckets, and forget their errors."""
-        for pending in self.averages.values():
-            with suppress(Exception):
-                if isinstance(pending, PipelinedFuture):
-                    pending.drop()
-                pending.wait()
+        drop(self.averages.values())

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradcomp.comm import exchange
 from gradcomp.comm.exchange import (
@@ -125,6 +126,27 @@ def forgotten(rank, length):
 @pytest.mark.parametrize("length", [3, 3_000_000])
 def test_an_exchange_that_nobody_waits_for_leaves_the_group_usable(run_ranks, length):
     run_ranks(forgotten, 2, length)
+
+
+def given_up(rank, sender):
+    """Begin all-gathers that ranks give up. Return whether the memory is left, then and an exchange later."""
+    left = []
+    for _ in range(3):
+        received = torch.zeros(2, 1_000_000)
+        memory = StorageWeakRef(received.untyped_storage())
+        gather = Gather(received, dist.group.WORLD)
+        if rank == sender:
+            gather(torch.ones(1_000_000))
+        del received, gather
+        before = not memory.expired()  # gloo may still write there
+        check(rank, 7, dist.group.WORLD)
+        left.append((before, not memory.expired()))
+    return left
+
+
+@pytest.mark.parametrize("sender", [None, 1])
+def test_receives_of_exchanges_that_are_given_up_are_kept_until_another_one_is_complete(run_ranks, sender):
+    assert run_ranks(given_up, 2, sender) == [[(True, False)] * 3] * 2
 
 
 def out_of_step(rank):

@@ -55,7 +55,6 @@ def attempts():
     stateless = {
         "all-reduce": hooks.allreduce_hook,
         "fp16": hooks.fp16_compress_hook,
-        "nodes": hooks.node_wrapper(hooks.allreduce_hook),
         "per tensor": quantization_pertensor_hook,
         "wrapped": hooks.bf16_compress_wrapper(quantization_pertensor_hook),
     }
@@ -170,7 +169,6 @@ def changed_in_place(rank):
         "int4 on nodes": (QuantizationState(group, 4, 16, ranks_per_node=2), quantization_hook),
         "PowerSGD": (PowerSGDState(group, 2, start_powerSGD_iter=2, ranks_per_node=1), powerSGD_hook),
         "fp16": (group, hooks.fp16_compress_hook),
-        "all-reduce on nodes": (group, hooks.node_wrapper(hooks.allreduce_hook, 2)),
     }
     sums = {name: torch.zeros(2, 1207, dtype=torch.float64) for name in kinds}
 

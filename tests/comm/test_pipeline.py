@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from gradcomp import average_
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.comm.pipeline import Pipeline, run_through
+from gradcomp.comm.pipeline import Pipeline, average_in_stages, run_through
 from gradcomp.comm.process_group import ExplainedError, Explaining
 
 OPERATION = Explaining("average bucket 0 with a hook", 1, 2)
@@ -91,6 +92,7 @@ def test_an_error_is_raised_in_the_hook():
     add(pipeline, failing(), is_first=True, is_last=False)
     with pytest.raises(RuntimeError, match="connection lost"):
         add(pipeline, bucket(1, log), is_first=False, is_last=True)
+    assert log == ["issue A1", "wait A1"]  # a collective may still write to its buffer
     # The next step starts without the failed bucket.
     assert add(pipeline, bucket(0, log), is_first=True, is_last=True).value() == 0
 
@@ -160,6 +162,20 @@ def test_what_was_begun_outside_of_backward_is_finished():
     assert begin_in_backward(pipeline, log, 0, is_last=True).value() == 0
     assert earlier.value() == 7
     assert issued(log) == ["A7", "B7", "A0", "B0"]
+
+
+def test_an_error_between_the_buckets_of_average_leaves_nothing_under_way():
+    log = []
+
+    def hook(_, given):
+        if given.index() == 1:
+            raise ValueError("refused")
+        return average_in_stages(given, bucket(7, log), OPERATION)
+
+    with pytest.raises(ValueError, match="refused"):
+        average_([torch.ones(1), torch.ones(1, dtype=torch.float64)], hook)
+    average_in_stages(GradBucket(0, torch.zeros(1), [], True), bucket(0, log), OPERATION)
+    assert issued(log) == ["A7", "A0", "B0"]
 
 
 def test_run_through_waits_for_every_collective():

@@ -20,7 +20,6 @@ from gradcomp.compress.consolidation import average_errors
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
-from gradcomp.hooks.default_hooks import allreduce_hook, node_wrapper
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import RankError, check_hook, claims_of
@@ -430,8 +429,8 @@ def uneven(rank):
     for sizes in UNEVEN:
         os.environ |= {"LOCAL_WORLD_SIZE": sizes[rank], "LOCAL_RANK": str(rank % 2)}
         kept_of(dist.group.WORLD).clear()
-        states = [QuantizationState(bits=8), PowerSGDState(None, start_powerSGD_iter=2), AutoState(), None]
-        hooks = [quantization_hook, powerSGD_hook, auto_hook, node_wrapper(allreduce_hook)]
+        states = [QuantizationState(bits=8), PowerSGDState(None, start_powerSGD_iter=2), AutoState()]
+        hooks = [quantization_hook, powerSGD_hook, auto_hook]
         with redirect_stderr(io.StringIO()) as text:
             pairs = list(zip(states, hooks, strict=True))
             outputs = [take_step(state, rank, 0, hook=hook)[1] for state, hook in pairs * 2]
@@ -459,18 +458,16 @@ def unlike_numbers(rank):
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
     messages = []
     for numbers in (("auto", 2), (2, 1), (1, "auto")):
-        for state, hook in ((state_of(8, numbers[rank]), quantization_hook), (None, None)):
-            hook = hook or node_wrapper(allreduce_hook, numbers[rank])
-            with pytest.raises(RuntimeError) as raised:
-                take_step(state, rank, 0, hook=hook)
-            messages.append(str(raised.value))
+        with pytest.raises(RuntimeError) as raised:
+            take_step(state_of(8, numbers[rank]), rank, 0)
+        messages.append(str(raised.value))
     return messages
 
 
 def test_unlike_numbers_are_named_on_every_rank(run_ranks):
     on_ranks = run_ranks(unlike_numbers, 2)
     pairs = ['"auto" on rank 0 and 2', "2 on rank 0 and 1", '1 on rank 0 and "auto"']
-    for message, other, pair in zip(*on_ranks, [each for each in pairs for _ in range(2)], strict=True):
+    for message, other, pair in zip(*on_ranks, pairs, strict=True):
         assert message == other
         assert f"ranks per node (ranks_per_node=1 averages without nodes) is {pair} on rank 1." in message
 

@@ -11,6 +11,9 @@ from torchft.manager import ReconfigureOptions
 from torchft.process_group import ProcessGroupDummy
 
 import gradcomp.frameworks.torchft
+from gradcomp.comm.pipeline import average_in_stages
+from gradcomp.comm.process_group import Explaining
+from gradcomp.comm.streams import completed
 from gradcomp.frameworks.torchft import DistributedDataParallel, group_of_quorum
 from gradcomp.hooks.default_hooks import allreduce_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -130,4 +133,31 @@ def test_a_committed_step_stays_though_the_next_quorum_fails_first(monkeypatch):
     manager.reconfigure()
     backward()
     assert state.iter == 4
+    pg.shutdown()
+
+
+@pytest.mark.parametrize("raises_at", [0, 1, None])
+def test_no_error_of_a_bucket_under_way_ends_backward(raises_at):
+    """The last bucket has another hook."""
+    pg, ran = torchft.ProcessGroupGloo(timeout=timedelta(seconds=20)), []
+    manager = ManagerOfOne(pg)
+    manager.reconfigure()
+
+    def stages():
+        yield None
+        ran.append("the second stage")
+        raise OSError("a peer has died")
+
+    def hook(_, bucket):
+        if bucket.index() == 0:
+            averaged = average_in_stages(bucket, stages(), Explaining("average", 0, 1))
+        else:
+            averaged = completed(bucket.buffer().device, bucket.buffer())
+        return 1 / 0 if bucket.index() == raises_at else averaged
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ddp = DistributedDataParallel(manager, pg, model, None, hook, bucket_cap_mb=0.01)
+    ddp(torch.randn(8, 64)).square().sum().backward()
+    assert type(manager.error) is (OSError if raises_at is None else ZeroDivisionError)
+    assert ran == (["the second stage"] if raises_at is None else [])
     pg.shutdown()

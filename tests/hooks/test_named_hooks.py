@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gradcomp.compress.powersgd import PowerSGDOptions
+from gradcomp.compress.state import compress_hook
 from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
 from gradcomp.hooks.named_hooks import COSTS, COSTS_ON_2_RANKS, HOOKS, NAMES, NamedHook, forms_of
 from tests.programs import ROOT
@@ -29,9 +30,9 @@ def test_names():
             NamedHook.named(wrong)
 
 
-@pytest.mark.parametrize("name", [*HOOKS, "powersgd:2:int8:start4", "batched:3"])
+@pytest.mark.parametrize("name", [*HOOKS, "bf16 hierarchical", "powersgd:2:int8:start4", "batched:3"])
 def test_what_is_registered_has_the_options(name):
-    hook = NamedHook.named(name)
+    hook = NamedHook.form_named(name)
     state, registered = hook.state_and_hook(3, 4)
     if state is None:
         kind = {"none": "allreduce_hook", "allreduce": "allreduce_hook"}.get(name, f"{name}_compress_hook")
@@ -41,7 +42,7 @@ def test_what_is_registered_has_the_options(name):
         is_square = name.startswith("batched")
         assert (replace(state.options, square=True) if is_square else state.options) == hook.options
         batched, plain = powerSGD_hook.batched_powerSGD_hook, powerSGD_hook.powerSGD_hook
-        quantized = quantization_hooks.quantization_hook
+        quantized = compress_hook if hook.is_hierarchical else quantization_hooks.quantization_hook
         assert registered is (batched if is_square else plain if "powersgd" in name else quantized)
 
 

@@ -168,7 +168,8 @@ def different_groups(rank):
     own = [dist.new_group([each]) for each in range(2)]
     model = DistributedDataParallel(nn.Linear(4, 4))
     model.register_comm_hook(powerSGD_hook.PowerSGDState(own[1] if rank == 1 else None), PLAIN)
-    distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2))
+    dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=2))
+    del distributed_c10d._get_default_store  # torch may rename what is private
     for _ in range(3):
         model(torch.ones(1, 4)).sum().backward()
 

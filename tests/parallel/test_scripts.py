@@ -125,6 +125,25 @@ def test_what_a_profiler_shows(run_ranks):
             assert buckets == [reductions]
 
 
+def reductions(rank):
+    """Count the all-reduces and the messages in each of three steps of one bucket, by class."""
+    found = {}
+    for key, cls in CLASSES.items():
+        ddp = cls(MLP())
+        for step in range(3):
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                loss_of(ddp(batch_of(ddp.module, rank, step))).backward()
+            counts = {event.key: event.count for event in seen.key_averages()}
+            names = ("c10d::allreduce_", "gloo:all_reduce", "c10d::send")
+            found.setdefault(key, []).append([counts.get(name, 0) for name in names])
+    return found
+
+
+def test_a_profiler_shows_torchs_all_reduces_from_the_first_step_on(run_ranks):
+    for found in run_ranks(reductions, 2):
+        assert found == dict.fromkeys(CLASSES, [[1, 1, 0]] * 3)
+
+
 def searches(rank):
     """Count how often the search for unused parameters is recorded, by options, profiler and class."""
     counts = {}
