@@ -98,15 +98,17 @@ class PowerSGDOptions:
         shapes: list[list[tuple[int, ...]]] = [[(1, p_numel), (uncompressed_numel,)], [(1, q_numel)]]
         return [partial(BlockLayout, each, self.BLOCK_SIZE) for each in shapes]
 
-    def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> PowerSGDLayout:
-        """Return the layout of a bucket with tensors of these shapes, in this dtype."""
+    def layout(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, draws: Sequence[int] | None = None
+    ) -> PowerSGDLayout:
+        """Return the layout of a bucket with tensors of these shapes and draws, in this dtype."""
         if self.square:
             return PowerSGDLayout.square(sum(map(math.prod, shapes)), self.matrix_approximation_rank)
         rate = self.min_compression_rate
         if self.factor_dtype is not None:
             scale_bytes = SCALE_BYTES / self.BLOCK_SIZE if self.is_quantized else 0
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
-        return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate)
+        return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate, draws)
 
     def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
         """Return each matrix's position among the bucket's tensors; an empty list for a square view."""
@@ -136,7 +138,7 @@ class PowerSGDCompressor(Compressor):
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
         self._ranks_per_node, self._has_delay = bucket.ranks_per_node, bucket.has_delay
         self.plan = ops.powersgd_plan(
-            options.layout(bucket.shapes, bucket.dtype),
+            options.layout(bucket.shapes, bucket.dtype, bucket.draws),
             bucket.dtype,
             bucket.device,
             **options.plan_options(bucket.dtype, bucket.world_size),
@@ -196,7 +198,7 @@ class PowerSGDCompressor(Compressor):
             "keeps_zeros": None if options.square else "lines",
             "scale_equivariant": "rounding" if is_epsilon_free else None,
             "rank_symmetric": not has_codes,
-            "bucket_insensitive": False,  # random directions differ from bucket to bucket
+            "bucket_insensitive": False,  # random directions of tensors without names
             "max_magnitude": 2.0**100,  # factors must fit in fp32; they are squared in fp64
             "checkpoint": "safe",
             # The error; and factors, wires and fp64 scratch of (n + m) · r elements each, under n · m / 2

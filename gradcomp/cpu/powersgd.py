@@ -438,9 +438,11 @@ class PowerSGDPlan:
 
     def _random(self, seed: int) -> Iterator[torch.Tensor]:
         """Yield random orthonormal directions for every matrix group, the same on every rank."""
-        generator = torch.Generator().manual_seed(seed)
-        for group in self.groups:
-            drawn = torch.randn(group.qt.mT.shape, generator=generator, dtype=torch.float32, device="cpu")
-            panel = drawn.to(group.direction)
+        generator = torch.Generator()
+        for group, matrices in zip(self.groups, self.layout.groups, strict=True):
+            panel = group.qt.mT.new_empty(group.qt.mT.shape)
+            for q, matrix in zip(panel, matrices, strict=True):
+                own = generator.manual_seed(seed + matrix.draw)
+                q.copy_(torch.randn(q.shape, generator=own, dtype=torch.float32, device="cpu"))
             orthonormalize([panel], 0.0, [panel.new_empty(2, *panel.shape, dtype=torch.float64)])
             yield panel.mT
