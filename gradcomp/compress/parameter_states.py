@@ -35,6 +35,7 @@ from ..comm.streams import side_stream
 from .compressor import BucketSpec, Compressor, State
 from .parameter_keys import ParameterKeys, Shape, draw_of
 
+NUM_IDLE_STEPS = 64  # after which a bucket that doesn't come loses its compressor
 _OF_AVERAGE = "average_("  # begins the names that average_ gives tensors with keys
 # What is kept of one parameter, by name. "error" has the parameter's shape.
 Entry = dict[str, torch.Tensor]
@@ -54,6 +55,7 @@ class Bucket:
     compressor: None before the first compressed step.
     device: the compressor's.
     made_for: what the state has made it for; empty without one.
+    num_idle: the number of steps since it came last.
     unit: the buffer's gradients have been multiplied by it; so have the compressor's and the pending errors,
         but not the errors of entries.
     pending: by position, errors that another compressor has left of tensors that this one sends exactly. Each
@@ -74,6 +76,7 @@ class Bucket:
     made_for: tuple[Any, ...] = ()
     device: torch.device | None = None
     is_warmed_up: bool = False
+    num_idle: int = 0
     unit: float = 1.0
     pending: dict[int, torch.Tensor | None] = field(default_factory=dict)
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -377,15 +380,23 @@ class ParameterStates:
                     function()
 
     def end_step(self) -> None:
-        """Forget the buckets of deleted parameters, except those that the ending step has used."""
+        """Forget the buckets of deleted parameters, and those that haven't come for long.
+
+        Not those that the ending step has used. What is kept of living parameters waits in entries.
+        """
         self.keys.of_step.clear()
         self._of_last_step, self._of_step = self._of_step, {}
         of_step = list(map(id, self._of_last_step.values()))
-        self._buckets = [
-            each
-            for each in self._buckets
-            if id(each) in of_step or any(ref() is not None for ref in each.parameters)
-        ]
+        kept = []
+        for each in self._buckets:
+            each.num_idle = 0 if id(each) in of_step else each.num_idle + 1
+            is_alive = any(ref() is not None for ref in each.parameters)
+            if is_alive and each.num_idle == NUM_IDLE_STEPS:
+                each.undo = None  # of an earlier step than the last one
+                self._give_back(each)
+            elif is_alive or not each.num_idle:
+                kept.append(each)
+        self._buckets = kept
 
     # --- entries ---
 
