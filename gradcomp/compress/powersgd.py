@@ -92,10 +92,19 @@ class PowerSGDOptions:
         # PowerSGD's error includes the rounding errors.
         return {"bits": 8, "error_feedback": False, "uncompressed_dtype": self.uncompressed_dtype or dtype}
 
-    def wire_layouts(self, wire_numels: tuple[int, int, int]) -> list[LayoutFor]:
-        """Return what gives the blocks of p_wire and of q_wire. wire_numels: the plan's."""
-        p_numel, uncompressed_numel, q_numel = wire_numels
-        shapes: list[list[tuple[int, ...]]] = [[(1, p_numel), (uncompressed_numel,)], [(1, q_numel)]]
+    def wire_layouts(self, wire_numels: tuple[list[int], int, list[int]]) -> list[LayoutFor]:
+        """Return what gives the blocks of p_wire and of q_wire. wire_numels: the plan's.
+
+        A factor begins a block if padding then adds at most 1 % to its wire. So its codes don't depend on the
+        factors beside it, which differ where ranks of tensor parallelism share a weight.
+        """
+        p_numels, uncompressed_numel, q_numels = wire_numels
+        shapes: list[list[tuple[int, ...]]] = [[], []]
+        for of_wire, numels in zip(shapes, (p_numels, q_numels), strict=True):
+            padding = sum(-numel % self.BLOCK_SIZE for numel in numels)
+            is_apart = 100 * padding <= sum(numels) and min(numels, default=0) >= self.BLOCK_SIZE
+            of_wire += [(1, numel) for numel in (numels if is_apart else [sum(numels)])]
+        shapes[0].append((uncompressed_numel,))
         return [partial(BlockLayout, each, self.BLOCK_SIZE) for each in shapes]
 
     def layout(

@@ -282,7 +282,7 @@ class PowerSGDPlan:
         # The wires hold P and Q times this.
         self._shrunk = 1.0 if self.p_wire.dtype == torch.float16 else SHRINK
         self._epsilon = epsilon * self._shrunk
-        self.wire_numels = (layout.p_numel, layout.wire_numel - layout.p_numel, layout.q_numel)
+        self.wire_numels = (layout.p_numels, layout.wire_numel - layout.p_numel, layout.q_numels)
         p_part, *uncompressed = self.p_wire.split([layout.p_numel, *(n for _, n in layout.uncompressed)])
         places = [slice(offset, offset + numel) for offset, numel in layout.uncompressed]
         self._uncompressed = list(zip(places, uncompressed, strict=True))  # in the bucket, on the wire

@@ -54,7 +54,8 @@ class PowerSGDLayout:
     groups: the compressed matrices, grouped by shape.
     matrices: all compressed matrices, in the order of groups.
     uncompressed: (offset, numel) of every uncompressed tensor.
-    p_numel, q_numel: the number of elements of all P and of all Q, in the order of `matrices`.
+    p_numels, q_numels: the number of elements of each P and of each Q, in the order of `matrices`.
+    p_numel, q_numel: their sums.
     wire_numel: the number of elements of all P and the uncompressed tensors, which are sent together. The
         kernels' wires also hold padding (kernels/powersgd/work.py).
     """
@@ -94,8 +95,9 @@ class PowerSGDLayout:
         self.groups = tuple(tuple(group) for group in by_shape.values())
         self.matrices = tuple(matrix for group in self.groups for matrix in group)
         self.uncompressed = tuple(uncompressed)
-        self.p_numel = sum(matrix.rows * matrix.rank for matrix in self.matrices)
-        self.q_numel = sum(matrix.cols * matrix.rank for matrix in self.matrices)
+        self.p_numels = [matrix.rows * matrix.rank for matrix in self.matrices]
+        self.q_numels = [matrix.cols * matrix.rank for matrix in self.matrices]
+        self.p_numel, self.q_numel = sum(self.p_numels), sum(self.q_numels)
         self.wire_numel = self.p_numel + sum(numel for _, numel in uncompressed)
 
     def __repr__(self) -> str:
