@@ -248,7 +248,7 @@ def powersgd_plan(
 
     With scale = 1 / world size the result is the average.
 
-    plan.wire_numels: the number of elements of p_wire's factors, of the uncompressed tensors, and of q_wire.
+    plan.wire_numels: the number of elements of each P, of the uncompressed tensors, and of each Q.
     plan.error(), plan.directions(): the tensors to keep across a restart.
     plan.load(error, directions): restore these tensors.
     """

@@ -31,6 +31,11 @@ def without_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+def draw_of(keys: Iterable[str]) -> int:
+    """Return a 32-bit number that random choices for these parameters depend on, but not their order."""
+    return int(hashlib.sha256("\n".join(sorted(keys)).encode()).hexdigest()[:8], 16)
+
+
 class ParameterKeys:
     """The keys of a state's parameters. No two living parameters have the same key."""
 

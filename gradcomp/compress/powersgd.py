@@ -92,21 +92,32 @@ class PowerSGDOptions:
         # PowerSGD's error includes the rounding errors.
         return {"bits": 8, "error_feedback": False, "uncompressed_dtype": self.uncompressed_dtype or dtype}
 
-    def wire_layouts(self, wire_numels: tuple[int, int, int]) -> list[LayoutFor]:
-        """Return what gives the blocks of p_wire and of q_wire. wire_numels: the plan's."""
-        p_numel, uncompressed_numel, q_numel = wire_numels
-        shapes: list[list[tuple[int, ...]]] = [[(1, p_numel), (uncompressed_numel,)], [(1, q_numel)]]
+    def wire_layouts(self, wire_numels: tuple[list[int], int, list[int]]) -> list[LayoutFor]:
+        """Return what gives the blocks of p_wire and of q_wire. wire_numels: the plan's.
+
+        A factor begins a block if padding then adds at most 1 % to its wire. So its codes don't depend on the
+        factors beside it, which differ where ranks of tensor parallelism share a weight.
+        """
+        p_numels, uncompressed_numel, q_numels = wire_numels
+        shapes: list[list[tuple[int, ...]]] = [[], []]
+        for of_wire, numels in zip(shapes, (p_numels, q_numels), strict=True):
+            padding = sum(-numel % self.BLOCK_SIZE for numel in numels)
+            is_apart = 100 * padding <= sum(numels) and min(numels, default=0) >= self.BLOCK_SIZE
+            of_wire += [(1, numel) for numel in (numels if is_apart else [sum(numels)])]
+        shapes[0].append((uncompressed_numel,))
         return [partial(BlockLayout, each, self.BLOCK_SIZE) for each in shapes]
 
-    def layout(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> PowerSGDLayout:
-        """Return the layout of a bucket with tensors of these shapes, in this dtype."""
+    def layout(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, draws: Sequence[int] | None = None
+    ) -> PowerSGDLayout:
+        """Return the layout of a bucket with tensors of these shapes and draws, in this dtype."""
         if self.square:
             return PowerSGDLayout.square(sum(map(math.prod, shapes)), self.matrix_approximation_rank)
         rate = self.min_compression_rate
         if self.factor_dtype is not None:
             scale_bytes = SCALE_BYTES / self.BLOCK_SIZE if self.is_quantized else 0
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
-        return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate)
+        return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate, draws)
 
     def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
         """Return each matrix's position among the bucket's tensors; an empty list for a square view."""
@@ -136,7 +147,7 @@ class PowerSGDCompressor(Compressor):
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
         self._ranks_per_node, self._has_delay = bucket.ranks_per_node, bucket.has_delay
         self.plan = ops.powersgd_plan(
-            options.layout(bucket.shapes, bucket.dtype),
+            options.layout(bucket.shapes, bucket.dtype, bucket.draws),
             bucket.dtype,
             bucket.device,
             **options.plan_options(bucket.dtype, bucket.world_size),
@@ -196,7 +207,7 @@ class PowerSGDCompressor(Compressor):
             "keeps_zeros": None if options.square else "lines",
             "scale_equivariant": "rounding" if is_epsilon_free else None,
             "rank_symmetric": not has_codes,
-            "bucket_insensitive": False,  # random directions differ from bucket to bucket
+            "bucket_insensitive": False,  # random directions of tensors without names
             "max_magnitude": 2.0**100,  # factors must fit in fp32; they are squared in fp64
             "checkpoint": "safe",
             # The error; and factors, wires and fp64 scratch of (n + m) · r elements each, under n · m / 2

@@ -35,6 +35,7 @@ from .agreement import agree
 from .announcement import UNCLAIMED, saved_bytes, warn_of_keys
 from .compressor import BucketSpec, Compressor
 from .gradient_sizes import NUM_PARTS, NUM_STEPS, PART_NUMEL
+from .parameter_keys import draw_of
 from .parameter_states import Bucket
 from .saved_state import SavedState, warn_of_another_ranks_errors
 from .settings import Settings, logger_of, option, setting
@@ -289,7 +290,7 @@ class CompressorState(SavedState):
             future = self._average_plainly(hook_name, bucket, group)
         else:
             # The next step's seed: a compressor ends a step by choosing the next step's random projections.
-            seed = _seed(self._settings.random_seed, step + 1, own.index)
+            seed = self._seed(own, step + 1)
             running = own.stages(bucket, group, seed, discards=discards, undoable=self._undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
@@ -306,7 +307,7 @@ class CompressorState(SavedState):
     def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket) -> None:
         """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
         assert phase.compressor is not None
-        spec = self._spec(bucket, phase, own, _seed(self._settings.random_seed, self._steps.num, own.index))
+        spec = self._spec(bucket, phase, own, self._seed(own, self._steps.num))
         lost = self._states.make_compressor(own, phase.compressor, spec)
         warn_of_keys(self, "the checkpoint has other shapes of %s, whose errors start at zero", lost)
         own.made_for = (phase.compressor, spec.device, phase.is_flat)
@@ -319,8 +320,13 @@ class CompressorState(SavedState):
             bucket.buffer().device,
             seed=seed,
             is_shard=isinstance(bucket, ShardBucket),
+            draws=tuple(draw_of([key]) - own.draw for key in own.keys),
             **({**self._ranks, "ranks_per_node": 1} if phase.is_flat else self._ranks),
         )
+
+    def _seed(self, own: Bucket, step: int) -> int:
+        """Return the seed for a bucket's random choices in a step, the same on every rank."""
+        return (self._settings.random_seed * 1_000_003 + step * 8_191) % 2**62 + own.draw
 
     def _compare(
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
@@ -389,11 +395,6 @@ def _announce(state: CompressorState, phase: Phase, gradient_bytes: int, sent_by
     say(text, joined_group(state.process_group))
     if sent_bytes >= gradient_bytes:
         logger_of(state).warning("%s saves no bytes%s.", phase.name, state._why_nothing_is_saved())
-
-
-def _seed(random_seed: int, step: int, bucket_index: int) -> int:
-    """Return the seed for a bucket's random choices in a step, the same on every rank."""
-    return (random_seed * 1_000_003 + step * 8_191 + bucket_index) % 2**63
 
 
 def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:

@@ -282,7 +282,7 @@ class PowerSGDPlan:
         # The wires hold P and Q times this.
         self._shrunk = 1.0 if self.p_wire.dtype == torch.float16 else SHRINK
         self._epsilon = epsilon * self._shrunk
-        self.wire_numels = (layout.p_numel, layout.wire_numel - layout.p_numel, layout.q_numel)
+        self.wire_numels = (layout.p_numels, layout.wire_numel - layout.p_numel, layout.q_numels)
         p_part, *uncompressed = self.p_wire.split([layout.p_numel, *(n for _, n in layout.uncompressed)])
         places = [slice(offset, offset + numel) for offset, numel in layout.uncompressed]
         self._uncompressed = list(zip(places, uncompressed, strict=True))  # in the bucket, on the wire
@@ -438,9 +438,11 @@ class PowerSGDPlan:
 
     def _random(self, seed: int) -> Iterator[torch.Tensor]:
         """Yield random orthonormal directions for every matrix group, the same on every rank."""
-        generator = torch.Generator().manual_seed(seed)
-        for group in self.groups:
-            drawn = torch.randn(group.qt.mT.shape, generator=generator, dtype=torch.float32, device="cpu")
-            panel = drawn.to(group.direction)
+        generator = torch.Generator()
+        for group, matrices in zip(self.groups, self.layout.groups, strict=True):
+            panel = group.qt.mT.new_empty(group.qt.mT.shape)
+            for q, matrix in zip(panel, matrices, strict=True):
+                own = generator.manual_seed(seed + matrix.draw)
+                q.copy_(torch.randn(q.shape, generator=own, dtype=torch.float32, device="cpu"))
             orthonormalize([panel], 0.0, [panel.new_empty(2, *panel.shape, dtype=torch.float64)])
             yield panel.mT

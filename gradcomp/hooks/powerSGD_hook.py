@@ -34,6 +34,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+LOST = (
+    "batched_powerSGD_hook: a backward has left out some tensors of a bucket. torch's DDP drops the averages "
+    "of tensors that no rank has used, and so loses the errors in these averages. Use powerSGD_hook, or "
+    "gradcomp.DistributedDataParallel"
+)
+
+
 class PowerSGDState(CompressorState):
     """PowerSGD's hyperparameters, and every bucket's error and factors. Arguments and meanings are torch's.
 
@@ -228,6 +235,10 @@ def batched_powerSGD_hook(  # noqa: N802
     """
     if not isinstance(state, PowerSGDState):
         _refuse("batched_powerSGD_hook", state, bucket)
+    asks = isinstance(bucket, dist.GradBucket) and state.use_error_feedback and LOST not in state._announced
+    if asks and len({parameter.grad is None for parameter in bucket.parameters()}) == 2:
+        state._announced.add(LOST)
+        logger.warning(LOST)
     return state.average("batched_powerSGD_hook", bucket, _squared(state.options))
 
 

@@ -17,6 +17,7 @@ class Matrix:
     numel: the number of the matrix's elements in the bucket. For the square view of a whole bucket this is
         less than rows · cols, because the padding is not in the bucket.
     rank: the rank of its factors P [rows, rank] and Q [cols, rank].
+    draw: seed + draw is the seed of its random directions.
     """
 
     offset: int
@@ -24,6 +25,7 @@ class Matrix:
     cols: int
     numel: int
     rank: int = 1
+    draw: int = 0
 
 
 def is_compressed(shape: Sequence[int], rank: int, min_compression_rate: float) -> bool:
@@ -46,23 +48,32 @@ class PowerSGDLayout:
         which tensors are compressed. All other tensors are averaged uncompressed.
     rank: the largest rank of a matrix's factors.
     min_compression_rate: see is_compressed.
+    draws: for each tensor, its Matrix.draw; None: its position.
 
     numel: the number of elements in the bucket.
     groups: the compressed matrices, grouped by shape.
     matrices: all compressed matrices, in the order of groups.
     uncompressed: (offset, numel) of every uncompressed tensor.
-    p_numel, q_numel: the number of elements of all P and of all Q, in the order of `matrices`.
+    p_numels, q_numels: the number of elements of each P and of each Q, in the order of `matrices`.
+    p_numel, q_numel: their sums.
     wire_numel: the number of elements of all P and the uncompressed tensors, which are sent together. The
         kernels' wires also hold padding (kernels/powersgd/work.py).
     """
 
-    def __init__(self, shapes: Iterable[Sequence[int]], rank: int, min_compression_rate: float):
+    def __init__(
+        self,
+        shapes: Iterable[Sequence[int]],
+        rank: int,
+        min_compression_rate: float,
+        draws: Sequence[int] | None = None,
+    ):
         matrices, uncompressed = [], []
         flat = FlatLayout(shapes)
-        for shape, offset, numel in zip(flat.shapes, flat.offsets, flat.numels, strict=True):
+        draws = range(len(flat.shapes)) if draws is None else draws
+        for shape, offset, numel, draw in zip(flat.shapes, flat.offsets, flat.numels, draws, strict=True):
             if is_compressed(shape, rank, min_compression_rate):
                 rows, cols = shape[0], numel // shape[0]
-                matrices.append(Matrix(offset, rows, cols, numel, min(rows, cols, rank)))
+                matrices.append(Matrix(offset, rows, cols, numel, min(rows, cols, rank), draw))
             else:
                 uncompressed.append((offset, numel))
         self._set(flat.numel, matrices, uncompressed)
@@ -84,8 +95,9 @@ class PowerSGDLayout:
         self.groups = tuple(tuple(group) for group in by_shape.values())
         self.matrices = tuple(matrix for group in self.groups for matrix in group)
         self.uncompressed = tuple(uncompressed)
-        self.p_numel = sum(matrix.rows * matrix.rank for matrix in self.matrices)
-        self.q_numel = sum(matrix.cols * matrix.rank for matrix in self.matrices)
+        self.p_numels = [matrix.rows * matrix.rank for matrix in self.matrices]
+        self.q_numels = [matrix.cols * matrix.rank for matrix in self.matrices]
+        self.p_numel, self.q_numel = sum(self.p_numels), sum(self.q_numels)
         self.wire_numel = self.p_numel + sum(numel for _, numel in uncompressed)
 
     def __repr__(self) -> str:

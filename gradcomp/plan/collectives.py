@@ -217,7 +217,7 @@ def _powersgd(
     if options.is_quantized:
         uncompressed = layout.numel - sum(matrix.numel for matrix in layout.matrices)
         wide, exact = torch.promote_types(dtype, torch.float32), options.uncompressed_dtype or dtype
-        layouts = options.wire_layouts((layout.p_numel, uncompressed, layout.q_numel))
+        layouts = options.wire_layouts((layout.p_numels, uncompressed, layout.q_numels))
         wires = [_quantized(layout_for, 8, wide, exact, network) for layout_for in layouts]
     else:
         itemsize = (options.factor_dtype or dtype).itemsize

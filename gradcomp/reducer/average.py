@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, MutableMapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -37,9 +36,8 @@ def average_(
     hook: None for an all-reduce.
     process_group: the all-reduce's group. A hook has its group in its state.
     keys: one per tensor, such as names: the state's memory finds its tensor by the key in every call, in any
-        order of the list. The same on every rank, each with the same repr. None: a tensor that comes again is
-        recognized, and keeps its memory. New tensors get the memory of others of their shape and dtype, in
-        the order of the list.
+        order of the list. The same on every rank, each with the same repr. None: by the place in the list,
+        shape and dtype. What has not come for 64 calls then loses its memory.
 
     Raises TypeError for anything but a list of floating-point or complex tensors; ValueError unless there is
     one distinct key per tensor; RuntimeError for a hook that returns no Future, or one with another number of
@@ -154,80 +152,39 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
         raise ValueError(f"average_ takes one key per tensor, each another one: got {given}")
 
 
-class _Slot:
-    """A meta parameter by which a state knows a tensor from call to call.
-
-    order: the slot's order in the bucket, the same on every rank.
-    tensor: the tensor that had the slot last.
-    is_owned: whether that tensor has come twice. Then no other tensor gets the slot.
-    """
-
-    def __init__(self, tensor: torch.Tensor, order: tuple[int, str]):
-        self.parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        self.order, self.tensor, self.is_owned = order, weakref.ref(tensor), False
-
-    def suits(self, tensor: torch.Tensor) -> bool:
-        return self.parameter.shape == tensor.shape and self.parameter.dtype == tensor.dtype
-
-
-class _Slots:
-    """The slots of all tensors that are averaged with a state.
-
-    The choice of a slot must not depend on which objects are alive: ranks collect garbage at different times.
-    """
-
-    def __init__(self) -> None:
-        self._with_key: dict[Hashable, _Slot] = {}
-        self._without: list[_Slot] = []
-        self._num_made = 0
-
-    def of(self, state: Any, tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> list[_Slot]:
-        """Return each tensor's slot. The state knows a slot with a key by that name, in checkpoints too."""
-        if keys is not None:
-            slot_of, pairs = self._with_key, list(zip(keys, tensors, strict=True))
-            new = [(key, each) for key, each in pairs if key not in slot_of or not slot_of[key].suits(each)]
-            slot_of.update((key, _Slot(tensor, (1, repr(key)))) for key, tensor in new)
-            slots = [slot_of[key] for key in keys]
-            if new and hasattr(state, "number_parameters"):
-                # A model's parameters may have the same names.
-                state.number_parameters((f"average_({slot.order[1]})", slot.parameter) for slot in slots)
-            return slots
-        # The memory goes with its tensor.
-        self._without = [slot for slot in self._without if not slot.is_owned or slot.tensor() is not None]
-        owned = {id(slot.tensor()): slot for slot in self._without if slot.tensor() is not None}
-        known = [slot if (slot := owned.get(id(t))) and slot.suits(t) else None for t in tensors]
-        taken = {id(slot) for slot in known if slot is not None}
-        slots = []
-        for tensor, own in zip(tensors, known, strict=True):
-            slot = own or self._of_new(tensor, taken)
-            slot.tensor, slot.is_owned = weakref.ref(tensor), own is not None
-            taken.add(id(slot))
-            slots.append(slot)
-        return slots
-
-    def _of_new(self, tensor: torch.Tensor, taken: set[int]) -> _Slot:
-        """Return the first free slot that suits a new tensor."""
-        for slot in self._without:
-            if not slot.is_owned and id(slot) not in taken and slot.suits(tensor):
-                return slot
-        self._num_made += 1
-        self._without.append(_Slot(tensor, (0, f"{self._num_made:020}")))
-        return self._without[-1]
-
-
-_slots_of: MutableMapping[Any, _Slots] = WeakIdKeyDictionary()
+# The calls after which a tensor without a key is forgotten, if its place has had no such tensor again.
+NUM_CALLS = 64
+# By state and name, the meta parameters by which a state knows tensors, and the last calls that brought them.
+_known_of: MutableMapping[Any, dict[Hashable, tuple[torch.Tensor, int]]] = WeakIdKeyDictionary()
 _layout_of = lru_cache(maxsize=64)(FlatLayout)  # most lists come again
 
 
 def _paired(
     tensors: Sequence[torch.Tensor], state: Any, keys: Sequence[Hashable] | None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each tensor with the parameter that hooks see, in an order independent of the list's."""
+    """Pair each tensor with the parameter that hooks see; with keys, in an order independent of the list's.
+
+    The choice must not depend on which objects are alive: ranks collect garbage at different times.
+    """
     if state is None or isinstance(state, dist.ProcessGroup):
         return list(zip(tensors, tensors, strict=True))
-    slots = _slots_of.get(state)
-    if slots is None:
-        slots = _slots_of[state] = _Slots()
-    pairs = list(zip(slots.of(state, tensors, keys), tensors, strict=True))
-    pairs.sort(key=lambda pair: pair[0].order)
-    return [(slot.parameter, tensor) for slot, tensor in pairs]
+    known, names = _known_of.setdefault(state, {}), list[Hashable]()
+    if keys is None:
+        names += [(place, each.shape, each.dtype) for place, each in enumerate(tensors)]
+    else:
+        order = sorted(range(len(keys)), key=lambda place: repr(keys[place]))
+        names, tensors = [repr(keys[place]) for place in order], [tensors[place] for place in order]
+    call = 1 + max((last for _, last in known.values()), default=0)
+    new = []
+    for name, tensor in zip(names, tensors, strict=True):
+        parameter = known[name][0] if name in known else None
+        if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+            parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            new.append((f"average_({name})", parameter))
+        known[name] = parameter, call
+    if new and keys is not None and hasattr(state, "number_parameters"):
+        state.number_parameters(new)  # by these names, in checkpoints too. A model's parameters have others
+    for name, (_, last) in list(known.items()):
+        if isinstance(name, tuple) and last <= call - NUM_CALLS:
+            del known[name]
+    return [(known[name][0], tensor) for name, tensor in zip(names, tensors, strict=True)]

@@ -50,8 +50,11 @@ class PowerSGDPlan:
         self._dtype, self._device, self._feedback = dtype, device, error_feedback
         wire_dtype = wire_dtype or dtype
         self._work = work = PowerSGDWork(layout, dtype.itemsize, wire_dtype.itemsize)
-        first = work.uncompressed_start
-        self.wire_numels = (first, work.p_wire_numel - first, work.q_wire_numel)
+        p_numels, q_numels = (
+            [wire_stride(getattr(each, side), wire_dtype.itemsize) * each.rank for each in layout.matrices]
+            for side in ("rows", "cols")
+        )
+        self.wire_numels = (p_numels, work.p_wire_numel - work.uncompressed_start, q_numels)
         self._bucket = PowerSGDBucket(
             work, dtype, wire_dtype, device,
             error_feedback=error_feedback, warm_start=warm_start, epsilon=epsilon,

@@ -11,8 +11,8 @@ from ..launch import Launch
 from .bucket import SEED, PowerSGDBucket
 from .tile import (
     COLS,
+    DRAW,
     FIRST_NORM,
-    FIRST_RANDOM,
     MATRIX_RANK,
     MAX_NORMS,
     NUM_NORMS,
@@ -39,15 +39,15 @@ def upper_23_bits(x):
 def randomize(q_ptr, matrix_ptr, first, last, seed, RANK: tl.constexpr, BLOCK: tl.constexpr):
     """Fill blocks first .. last of the random Q with numbers of variance 1/m, and its padding with zeros.
 
-    An element depends only on the seed and on its row-major position among all Q of the bucket. It is a sum
-    of four uniform numbers, which is close to normal. The sum is of integers, so only one division and one
+    An element depends only on seed + the matrix's draw, and on its row-major position in Q. It is a sum of
+    four uniform numbers, which is close to normal. The sum is of integers, so only one division and one
     square root round, both to nearest: all devices get the same bits, no matter what their compilers fuse.
     """
     RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     random_panel, stride = panel(q_ptr, matrix_ptr, RANDOM_PANEL, Q_STRIDE, BLOCK)
     m = tl.load(matrix_ptr + COLS)
     r = tl.load(matrix_ptr + MATRIX_RANK)
-    first_random = tl.load(matrix_ptr + FIRST_RANDOM)
+    seed += tl.load(matrix_ptr + DRAW)
     # The sum of four numbers uniform in 0 .. 1 has variance 1/3. Here they are integers below 2²³: fp32 holds
     # their sum exactly.
     spread = tl.sqrt_rn(tl.div_rn(m.to(tl.float32), tl.full((), 3.0, tl.float32))) * 8388608.0
@@ -55,7 +55,7 @@ def randomize(q_ptr, matrix_ptr, first, last, seed, RANK: tl.constexpr, BLOCK: t
         offs_row = (block * BLOCK + tl.arange(0, BLOCK))[:, None]
         for rank_start in range(0, RANK, RANK_BLOCK):
             offs_rank = (rank_start + tl.arange(0, RANK_BLOCK))[None, :]
-            a, b, c, d = tl.randint4x(seed, (first_random + offs_row * r + offs_rank).to(tl.int32))
+            a, b, c, d = tl.randint4x(seed, (offs_row * r + offs_rank).to(tl.int32))
             total = upper_23_bits(a) + upper_23_bits(b) + upper_23_bits(c) + upper_23_bits(d)
             value = tl.div_rn((total - 16777216).to(tl.float32), spread)
             value = tl.where((offs_row < m) & (offs_rank < r), value, 0.0)

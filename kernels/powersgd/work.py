@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # The columns of matrix_table. tile.py says what each one holds.
 MATRIX_FIELDS = (
     "gradient", "rows", "cols", "rank", "numel", "memory", "memory_cols", "p_panel", "p_stride",
-    "q_panel", "q_stride", "random_panel", "p_wire", "q_wire", "first_random", "first_norm", "num_norms",
+    "q_panel", "q_stride", "random_panel", "p_wire", "q_wire", "draw", "first_norm", "num_norms",
 )  # fmt: skip
 WORK_FIELDS = 7
 TILES, COPY, NEXT_Q = 0, 1, 2  # what a program does: the first field of a row of work
@@ -151,7 +151,7 @@ class PowerSGDWork:
         """Set matrix_table and the sizes of the buffers."""
         itemsize, wire_itemsize = self._itemsize, self._wire_itemsize
         line = 128 // itemsize
-        memory = p_panel = q_panel = p_wire = q_wire = random_numel = norms = 0
+        memory = p_panel = q_panel = p_wire = q_wire = norms = 0
         # The random panels follow all panels of Q. They replace columns of Q that are zero or not finite.
         all_q = self.rank * sum(self.num_col_blocks(each) * self.block_cols for each in self.matrices)
         self.matrix_table: list[tuple[int, ...]] = []
@@ -163,7 +163,7 @@ class PowerSGDWork:
             self.matrix_table.append(
                 (
                     matrix.offset, matrix.rows, matrix.cols, matrix.rank, matrix.numel, memory, memory_cols,
-                    p_panel, p_stride, q_panel, q_stride, all_q + q_panel, p_wire, q_wire, random_numel,
+                    p_panel, p_stride, q_panel, q_stride, all_q + q_panel, p_wire, q_wire, matrix.draw,
                     norms, num_norms,
                 )
             )  # fmt: skip
@@ -172,7 +172,6 @@ class PowerSGDWork:
             q_panel += self.rank * q_stride
             p_wire += wire_stride(matrix.rows, wire_itemsize) * matrix.rank
             q_wire += wire_stride(matrix.cols, wire_itemsize) * matrix.rank
-            random_numel += matrix.cols * matrix.rank
             norms += num_norms
         self.memory_numel = memory
         self.p_panel_numel = p_panel

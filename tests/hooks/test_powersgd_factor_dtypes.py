@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.testing import check_hook, run_ranks
 from gradcomp.testing.run import run_hook
@@ -218,3 +219,22 @@ def other_dtypes(rank, group):
 def test_ranks_that_disagree_are_told():
     with pytest.raises(Exception, match="factor_dtype"):
         run_ranks(other_dtypes, 2)
+
+
+def averages_beside(rank, group, scale):
+    """Return a weight's averages of four steps, beside another matrix with gradients of this scale."""
+    options = {"matrix_approximation_rank": 4, "factor_dtype": torch.int8, "process_group": group}
+    state, shapes, averages = new_state(**options), ((1000, 64), (3200, 128)), []
+    parameters = [torch.zeros(shape) for shape in shapes]
+    for step in range(START + 4):
+        beside, own = (random_gradient([shape], rank, step) for shape in shapes)
+        bucket = GradBucket(0, torch.cat([scale * beside, own]), parameters, is_last=True)
+        averages.append(powerSGD_hook(state, bucket).wait()[64000:].clone())
+    return torch.stack(averages[START:])
+
+
+def test_codes_of_a_large_factor_do_not_depend_on_the_matrix_beside_it():
+    """Otherwise weights that ranks of tensor parallelism share would drift apart."""
+    one, other = (run_ranks(averages_beside, 2, scale)[0] for scale in (1.0, 100.0))
+    assert one.any()
+    assert torch.equal(one, other)

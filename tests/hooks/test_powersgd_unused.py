@@ -11,6 +11,7 @@ from torch import nn
 import gradcomp
 from gradcomp.hooks import powerSGD_hook
 from gradcomp.hooks.default_hooks import fp16_compress_wrapper
+from tests.hooks.powersgd_runs import Messages
 from tests.kept import entry_of
 
 HOOKS = {"powerSGD": powerSGD_hook.powerSGD_hook, "batched": powerSGD_hook.batched_powerSGD_hook}
@@ -84,6 +85,19 @@ def lost(ranks):
 )
 def test_nothing_is_lost_of_a_layer_that_all_ranks_skip(run_ranks, hook, every, set_to_none, as_view):
     assert max(lost(run_ranks(sums, 2, "gradcomp", hook, every, set_to_none, as_view))) <= 1e-5
+
+
+def said_by_the_batched_hook(rank, library, every):
+    with Messages() as said:
+        given, out, errors = sums(rank, library, "batched", every, True, False)
+    return [line for line in said if "drops the averages" in line], (given, out, errors)
+
+
+@pytest.mark.parametrize(("library", "every", "num"), [("torch", 4, 1), ("torch", 1, 0), ("gradcomp", 4, 0)])
+def test_the_batched_hook_says_once_that_torchs_ddp_loses(run_ranks, library, every, num):
+    ranks = run_ranks(said_by_the_batched_hook, 2, library, every)
+    assert [len(said) for said, _ in ranks] == [num, num]
+    assert (lost([each for _, each in ranks])[0] > 0.01) == bool(num)
 
 
 @pytest.mark.parametrize("every", [2, 4])

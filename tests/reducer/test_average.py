@@ -1,12 +1,14 @@
 """Test average_, which averages a list of tensors once, through any hook."""
 
 import copy
+import gc
 import pickle
 
 import pytest
 import torch
 
 import gradcomp
+from gradcomp.compress.quantized import QuantizedCompressor
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_runs import Messages
@@ -130,8 +132,8 @@ def test_no_process_group():
         gradcomp.average_([torch.ones(2)])
 
 
-def alternate(rank, keyed):
-    """Average two tensors of one shape in alternating order: one persists, one is new in every call.
+def alternate(rank):
+    """Average two tensors of one shape in alternating order, with keys: one persists, one is always new.
 
     Return the sums of the inputs and of the outputs, and the last errors.
     """
@@ -147,20 +149,18 @@ def alternate(rank, keyed):
             tensors.reverse()
             keys.reverse()
         with Messages() as said:
-            gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state, keys=keys if keyed else None)
+            gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state, keys=keys)
         assert not any("at zero" in line for line in said)
         averages = tensors[::-1] if step % 2 else tensors
         kept.append(tensors)  # keeps them alive
         if step >= 2:
             given += values
             out += torch.stack(averages)
-    owed = error_in(state).view(2, 40, 30)
-    return given, out, owed.flip(0) if keyed else owed  # with keys, errors are in the order of the keys
+    return given, out, error_in(state).view(2, 40, 30).flip(0)  # errors are in the order of the keys
 
 
-@pytest.mark.parametrize("keyed", [False, True])
-def test_a_state_remembers_persistent_and_new_tensors_in_any_order(run_ranks, keyed):
-    ranks = run_ranks(alternate, 2, keyed)
+def test_a_state_remembers_persistent_and_new_tensors_in_any_order(run_ranks):
+    ranks = run_ranks(alternate, 2)
     given, out, owed = (torch.stack(each).mean(0) for each in zip(*ranks, strict=True))
     torch.testing.assert_close(out + owed, given, rtol=0.0, atol=1e-5)
     assert owed.abs().amax((1, 2)).min() > 0.1
@@ -210,6 +210,34 @@ def replaced(rank):
 def test_what_else_lives_on_a_rank_does_not_matter(run_ranks):
     for results in run_ranks(replaced, 2):
         assert results == [[[1.0], [10.0], [100.0], [1000.0]]] * 6
+
+
+def many_sizes(rank, feedback):
+    """Average a tensor with a key, then 70 others of other sizes without, then zeros with the key.
+
+    Returns (the key's errors before and after the others, the last average, numbers of errors and of
+    compressors before it).
+    """
+    state, errors = QuantizationState(bits=4, block_size=16, use_error_feedback=feedback), []
+    for size in range(1, 75):
+        keys, rows = (["kept"], 8) if size < 5 else (None, 10 + size)
+        gradcomp.average_([torch.randn(rows, 16)], quantization_hook, state, keys=keys)
+        if size in (4, 74):
+            errors.append(state.state.get("average_('kept')", {}).get("error"))
+    num_compressors = sum(isinstance(each, QuantizedCompressor) for each in gc.get_objects())
+    num_errors, zeros = len(state.state), torch.zeros(8, 16)
+    gradcomp.average_([zeros], quantization_hook, state, keys=["kept"])
+    return *errors, zeros, num_errors, num_compressors
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_sizes_that_do_not_come_again_are_forgotten_but_keys_are_not(run_ranks, feedback):
+    ((before, after, average, num_errors, num_compressors),) = run_ranks(many_sizes, 1, feedback)
+    assert (num_errors, num_compressors) == (65 if feedback else 0, 64)
+    if feedback:
+        assert before.any()
+        assert torch.equal(before, after)
+        assert average.any()
 
 
 def keys_in_any_order(rank):

@@ -16,7 +16,7 @@ def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, uncompressed_
     """Return a plan, and the plans of the quantized all-reduces of its P and Q."""
     wide = torch.promote_types(dtype, FP32)
     (plan,) = plans_of(shapes, rank, dtype, device, wire_dtype=wide)
-    p_numel, uncompressed_numel, q_numel = plan.wire_numels
+    p_numels, uncompressed_numel, q_numels = plan.wire_numels
     codes = [
         ops.quantized_plan(
             BlockLayout(parts, SIZE, world_size),
@@ -26,7 +26,7 @@ def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, uncompressed_
             error_feedback=False,
             uncompressed_dtype=uncompressed_dtype or dtype,
         )
-        for parts in ([(1, p_numel), (uncompressed_numel,)], [(1, q_numel)])
+        for parts in ([(1, sum(p_numels)), (uncompressed_numel,)], [(1, sum(q_numels))])
     ]
     return plan, codes
 

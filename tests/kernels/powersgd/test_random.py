@@ -11,7 +11,7 @@ from gradcomp.kernels.powersgd.work import PowerSGDWork
 from gradcomp.layout import PowerSGDLayout
 
 # Row 100 for seed 3.
-GOLDEN = [float.fromhex(x) for x in ("0x1.4d08c4p-6", "-0x1.085202p-4", "0x1.620734p-5", "0x1.28f7a2p-4")]
+GOLDEN = [float.fromhex(x) for x in ("-0x1.d2986cp-5", "0x1.2442d2p-4", "-0x1.5853ep-4", "-0x1.694ccep-6")]
 
 
 def drawn(rank: int, seed: int, device: torch.device) -> torch.Tensor:

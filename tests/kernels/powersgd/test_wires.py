@@ -75,6 +75,7 @@ def test_factors_have_the_same_place_on_the_wire(device):
         own = on_wire(plan, index, "p")
         # The two plans scale their directions differently.
         assert relative(own / own.norm(dim=0), sent / sent.norm(dim=0)) <= POWERSGD_STEP[FP32]
-    numels = (len(plan.p_wire) - plan.wire_numels[1], *plan.wire_numels[1:])
-    assert (plan.wire_numels, sum(numels[:2])) == (numels, len(plan.p_wire))
-    assert sum(plain.wire_numels[:2]) == len(plain.p_wire)
+    for each in plan, plain:
+        p_numels, uncompressed_numel, q_numels = each.wire_numels
+        assert (sum(p_numels) + uncompressed_numel, sum(q_numels)) == (len(each.p_wire), len(each.q_wire))
+        assert p_numels == [each.sent_p(index).numel() for index in range(len(each.layout.matrices))]
