@@ -215,8 +215,8 @@ class Recorder:
         return Header(self._name, state.algorithm, options, source.rank, source.world_size, state._is_resumed)
 
     def forget_step(self, step: int) -> None:
-        """Delete the step's rows, as if it had not been taken. Rows that are saved or flushed stay."""
-        self._rows = deque((row for row in self._rows if row.step != step), self._rows.maxlen)
+        """Delete the rows of this step and later ones. Rows that are saved or flushed stay."""
+        self._rows = deque((row for row in self._rows if row.step < step), self._rows.maxlen)
 
     def _forget(self, num_rows: int) -> None:
         for _ in range(min(num_rows, len(self._rows))):
