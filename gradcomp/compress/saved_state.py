@@ -37,6 +37,7 @@ class SavedState(ConfiguredState):
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
         self._undoable: int | None = None  # the first step that undo_step() takes back
+        self._undone: object = None  # another object after each undo_step
         self._sizes: GradientSizes | None = GradientSizes()  # None once judged
 
     # --- parameters ---
@@ -99,7 +100,8 @@ class SavedState(ConfiguredState):
             takes back all of them between which nobody has changed gradients or parameters, such as the
             backwards of several models before their optimizers step.
 
-        It needs keep_undo = True, and every rank must call it after the same backward. Errors, directions and the number of steps are again what they were. Statistics still count
+        It needs keep_undo = True, and every rank must call it after the same backward: the next step compares
+        the ranks. Errors, directions and the number of steps are again what they were. Statistics still count
         the bytes, which have been sent.
 
         Raises RuntimeError if there is nothing to take back, or not all of it can be.
@@ -115,7 +117,7 @@ class SavedState(ConfiguredState):
                     optimizer.step()
                 optimizer.zero_grad()
         """
-        first, self._undoable = self._undoable, None
+        first, self._undoable, self._undone = self._undoable, None, object()
         steps = self._steps
         end = steps.num + (steps.num_buckets > 0)
         has_begun = first is not None and (step != end or steps.is_joined)

@@ -137,9 +137,9 @@ class CompressorState(SavedState):
         self._ranks: dict[str, Any] = {}  # what a BucketSpec says of the ranks
         # The group of the last step's collectives, its size, and this rank's number in it.
         self._seat: tuple[weakref.ref[dist.ProcessGroup], int, int] | None = None
-        # The settings, group and seat that the ranks have compared in a whole step, and in
+        # The settings, group, seat and last undo_step that the ranks have compared in a whole step, and in
         # the present step. Every change makes other objects.
-        self._compared: tuple[Any, ...] = (None, None, None)
+        self._compared: tuple[Any, ...] = (None, None, None, None)
         self._comparing: tuple[Any, ...] = self._compared
         self._steps: Steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
@@ -237,9 +237,9 @@ class CompressorState(SavedState):
             # Compressors depend on the number of ranks, and on this rank's number.
             self._states.give_all_back()
             self._seat, self._ranks = seat, {"world_size": group.size()}
-        subject = self._settings, self._given, self._seat
+        subject = self._settings, self._given, self._seat, self._undone
         if any(map(is_not, subject, self._compared)):
-            self._comparing = None, None, None  # if the comparison fails
+            self._comparing = None, None, None, None  # if the comparison fails
             self._compare(hook_name, bucket, group, is_first=is_first)
             self._comparing = subject
         options = self._settings.options if options is None else options

@@ -1,5 +1,7 @@
 """Test that states count steps, also if no bucket says that it is the last."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradcomp
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 
@@ -221,3 +224,24 @@ def undo_models(rank, is_one_backward):
 def test_undo_step_takes_back_all_models_that_have_not_stepped(run_ranks, is_one_backward):
     for found in run_ranks(undo_models, 2, is_one_backward):
         assert found == [(6, True), (6, True), 7]
+
+
+def undo_alone(rank):
+    state = QuantizationState(dist.new_group([0, 1], timeout=timedelta(seconds=5)), start_iter=1)
+    state.keep_undo, parameter = True, nn.Parameter(torch.empty(SIZE, SIZE))
+    for step in range(3):
+        if step == 2 and rank == 0:
+            state.undo_step()
+        state.average("hook", GradBucket(0, torch.ones(SIZE * SIZE), [parameter], True)).wait()
+
+
+def undo_alone_found(rank):
+    with pytest.raises(RuntimeError) as error:
+        undo_alone(rank)
+    return str(error.value)
+
+
+def test_undo_step_on_one_rank_alone_is_found_in_the_next_step(run_ranks):
+    first, second = run_ranks(undo_alone_found, 2)
+    assert "only some ranks have changed an option, loaded a checkpoint or called undo_step" in first
+    assert "rank 1 of 2 could not average bucket 0" in second
