@@ -160,8 +160,8 @@ def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
         raise ExplainedError(
             f"{whose} on rank {dist.get_rank()} averages over ranks {ranks}, but these have not come to do "
             f"so within the time-out: {'; '.join(others)}. Likely cause: the states have different process "
-            "groups; only some ranks have changed an option or loaded a checkpoint since the last step, or "
-            "have this hook; or a rank has ended"
+            "groups; only some ranks have changed an option, loaded a checkpoint or called undo_step since "
+            "the last step, or have this hook; or a rank has ended"
         )
 
 

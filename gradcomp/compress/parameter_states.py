@@ -286,7 +286,7 @@ class ParameterStates:
         self.keys = ParameterKeys()
         self.loaded: list[str] = []  # keys of loaded errors, until it is known whose they are
         self._num_known = 0
-        self.lost_undo: int | None = None  # the last step that can't be taken back in all buckets
+        self.lost_undo = -1  # the last step that can't be taken back in all buckets
         self._entries: Entries = {}  # those that no compressor has taken over
         self._buckets: list[Bucket] = []
         # By index, which is a hint only: torch gives 0 to all buckets of a static graph's first step.
@@ -362,7 +362,7 @@ class ParameterStates:
             self._entries.setdefault(key, {}).update(entry)
         bucket.compressor, bucket.made_for, bucket.pending, bucket.sent = None, (), {}, {}
         if bucket.undo is not None:
-            (self.lost_undo, _), bucket.undo = bucket.undo, None
+            self.lost_undo, bucket.undo = max(self.lost_undo, bucket.undo[0]), None
 
     def give_all_back(self) -> None:
         """Drop all compressors, because the group or the nodes have changed."""
@@ -370,9 +370,9 @@ class ParameterStates:
             self._give_back(bucket)
 
     def undo(self, step: int) -> None:
-        """Take the buckets of a step, the last one, back to the state before it."""
+        """Take the buckets of this step and later ones back to the state before it."""
         for bucket in self._buckets:
-            if bucket.undo is not None and bucket.undo[0] == step:
+            if bucket.undo is not None and bucket.undo[0] >= step:
                 (_, functions), bucket.undo = bucket.undo, None
                 if bucket.device is not None and has_streams(bucket.device):  # which may still run the step
                     torch.cuda.current_stream(bucket.device).wait_stream(side_stream(bucket.device))

@@ -24,6 +24,7 @@ class SavedState(ConfiguredState):
     total_numel_before_compression: int
     total_numel_after_compression: int
     next_stats_report: int
+    _steps: Any  # Steps
 
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
@@ -35,7 +36,8 @@ class SavedState(ConfiguredState):
         self._is_resumed = self._discards_step = False
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
-        self._undoable: int | None = None  # the last step's number, if it can be taken back
+        self._undoable: int | None = None  # the first step that undo_step() takes back
+        self._undone: object = None  # another object after each undo_step
         self._sizes: GradientSizes | None = GradientSizes()  # None once judged
 
     # --- parameters ---
@@ -91,16 +93,18 @@ class SavedState(ConfiguredState):
 
     @torch.inference_mode(False)
     def undo_step(self, step: int | None = None) -> None:
-        """Take the last averaged backward back, because the optimizer doesn't get its gradients.
+        """Take the last averages back, because the optimizer doesn't get these gradients.
 
-        step: state.iter as it was before that backward. After an error in it, which may have come before the
-            first average, nothing is taken back then. None for a backward that has ended.
+        step: state.iter as it was before the backward, or before several ones. All steps since then are taken
+            back; none after an error that came before the first average. None for backwards that have ended:
+            takes back all of them between which nobody has changed gradients or parameters, such as the
+            backwards of several models before their optimizers step.
 
-        It needs keep_undo = True, and every rank must call it after the same backward. Errors, directions and
-        the number of steps are again what they were. Statistics still count the bytes, which have been sent.
-        A state that averages several models takes back a step of all of them.
+        It needs keep_undo = True, and every rank must call it after the same backward: the next step compares
+        the ranks. Errors, directions and the number of steps are again what they were. Statistics still count
+        the bytes, which have been sent.
 
-        Raises RuntimeError if there is nothing to take back.
+        Raises RuntimeError if there is nothing to take back, or not all of it can be.
 
         Example::
 
@@ -113,20 +117,26 @@ class SavedState(ConfiguredState):
                     optimizer.step()
                 optimizer.zero_grad()
         """
-        last, self._undoable = self._undoable, None
-        if self.keep_undo and step not in (None, last):
+        first, self._undoable, self._undone = self._undoable, None, object()
+        steps = self._steps
+        end = steps.num + (steps.num_buckets > 0)
+        has_begun = first is not None and (step != end or steps.is_joined)
+        if self.keep_undo and step is not None and not has_begun:
             return
-        if last is None or last == self._states.lost_undo:
+        start = first if step is None else step
+        if start is None or not self._states.lost_undo < start < end:
+            since = "" if start is None else f" since step {start}, of {end}"
             raise RuntimeError(
-                f"undo_step has no backward to take back, and keep_undo is {self.keep_undo}. Likely cause: "
-                "keep_undo was not set before the backward, undo_step was called twice, or a checkpoint was "
-                "loaded or parameters were named since"
+                f"undo_step has no backward to take back{since}, and keep_undo is {self.keep_undo}. Likely "
+                "cause: keep_undo was not set before the backward, undo_step was called twice, parameters "
+                "were averaged again since, the step had begun in an earlier backward (nobody zeroed the "
+                "gradients between them), or a checkpoint was loaded or parameters were named since"
             )
-        self._states.undo(last)
-        self.iter = last
+        self._states.undo(start)
+        self.iter = start
         if self.recorder is not None:
-            self.recorder.forget_step(last)
-        if self._sizes is not None and self._sizes.last_step == last:
+            self.recorder.forget_step(start)
+        if self._sizes is not None and self._sizes.last_step >= start:
             self._sizes.num_steps -= 1
 
     def take_back(self, parameter: torch.Tensor, average: torch.Tensor) -> None:

@@ -9,14 +9,17 @@ A bucket's index() and is_last() are hints only. In a static graph's first step,
 index 0 and calls no bucket the last. With skip_all_reduce_unused_params the last bucket may not come at all.
 So a step ends in one of three ways:
 
-    a bucket says that it is the last
-    backward ends: the step is over, unless the next bucket brings parameters that are new in the step
+    a bucket says that it is the last (the Reducer's last bucket of a step always does)
+    backward ends, and gradients or parameters of its first bucket change before the next bucket comes: an
+        optimizer steps, or zero_grad. Without a change, the next backward goes on with the step
         (several backwards of one forward; reentrant checkpoints, which have their own backwards)
     a bucket brings a parameter for the second time: the previous step has ended, and a new step begins
+
+undo_step takes back all steps since a change, such as the steps of several models.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from operator import is_, is_not
 from typing import Any, NamedTuple
 
@@ -135,11 +138,11 @@ class CompressorState(SavedState):
         self._ranks: dict[str, Any] = {}  # what a BucketSpec says of the ranks
         # The group of the last step's collectives, its size, and this rank's number in it.
         self._seat: tuple[weakref.ref[dist.ProcessGroup], int, int] | None = None
-        # The settings, group and seat that the ranks have compared in a whole step, and in the present step.
-        # Every change makes other objects.
-        self._compared: tuple[Any, ...] = (None, None, None)
+        # The settings, group, seat and last undo_step that the ranks have compared in a whole step, and in
+        # the present step. Every change makes other objects.
+        self._compared: tuple[Any, ...] = (None, None, None, None)
         self._comparing: tuple[Any, ...] = self._compared
-        self._steps = Steps()
+        self._steps: Steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
         self._phase_options: Any = None  # the options that it was asked for
         self._announced: set[str] = set()
@@ -158,8 +161,7 @@ class CompressorState(SavedState):
 
     @iter.setter
     def iter(self, value: int) -> None:
-        self._steps.end()
-        self._steps.num = value
+        self._steps, self._states.lost_undo = Steps(value), value - 1
 
     @property
     def is_compared(self) -> bool:
@@ -228,15 +230,17 @@ class CompressorState(SavedState):
             self._steps.take(parameters)
         is_first = self._steps.num_buckets == 1
         if is_first:
-            self._undoable = self._steps.num if self.keep_undo else None
+            self._undoable = self._steps.first if self.keep_undo else None
+            if not self.keep_undo:
+                self._states.lost_undo = self._steps.num
         seat = weakref.ref(group), group.size(), group.rank()
         if seat != self._seat:
             # Compressors depend on the number of ranks, and on this rank's number.
             self._states.give_all_back()
             self._seat, self._ranks = seat, {"world_size": group.size()}
-        subject = self._settings, self._given, self._seat
+        subject = self._settings, self._given, self._seat, self._undone
         if any(map(is_not, subject, self._compared)):
-            self._comparing = None, None, None  # if the comparison fails
+            self._comparing = None, None, None, None  # if the comparison fails
             self._compare(hook_name, bucket, group, is_first=is_first)
             self._comparing = subject
         options = self._settings.options if options is None else options
@@ -291,7 +295,10 @@ class CompressorState(SavedState):
         else:
             # The next step's seed: a compressor ends a step by choosing the next step's random projections.
             seed = self._seed(own, step + 1)
-            running = own.stages(bucket, group, seed, discards=discards, undoable=self._undoable)
+            if own.undo is not None and own.undo[0] < step:
+                self._states.lost_undo = max(self._states.lost_undo, own.undo[0])
+            undoable = None if self._undoable is None else step
+            running = own.stages(bucket, group, seed, discards=discards, undoable=undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
             elif self.recorder is not None and not discards:
@@ -408,41 +415,71 @@ class Steps:
     """The number of steps, and the buckets of the current one, identified by their parameters.
 
     num: the number of steps before the current one.
+    first: the first step since gradients or parameters were changed.
     is_over: True if backward has ended since the last bucket.
+    is_joined: True if a backward has ended in the current step, and another one has gone on with it.
     num_buckets: the number of buckets so far.
     gradient_bytes: the bytes of the compressed buckets so far.
     sent_bytes: the bytes that a rank has sent for these buckets.
     """
 
-    def __init__(self) -> None:
-        self.num, self._backward = 0, -1
+    is_over: bool
+    is_joined: bool
+    num_buckets: int
+
+    def __init__(self, num: int = 0) -> None:
+        self.num = self.first = num
+        self._backward = -1
+        self._parameters: set[int] = set()  # since `first` began
+        self._watched: list[weakref.ref[torch.Tensor]] = []  # of the backward's first bucket
+        self._left: list[Any] | None = None  # as the last backward has left them; None during a backward
         self.end()
 
-    def take(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Add a bucket, unless one of its parameters has come in this step already.
+    def take(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Add a bucket, unless the step has ended before it.
 
         Sets is_over at the end of the backward that brings the bucket.
 
         Returns whether the bucket was added.
         """
-        new = set(map(id, parameters))
-        if not self._parameters.isdisjoint(new):
-            return False
+        new, backward = set(map(id, parameters)), torch._C._current_graph_task_id()
+        is_changed = self._left is not None and (backward == -1 or self._left != self._versions())
+        if is_changed or not self._parameters.isdisjoint(new):
+            if self.num_buckets:
+                return False
+            self._parameters = set()
+        if not self._parameters:
+            self.first = self.num
         self._parameters |= new
-        self.is_over = False
+        self.is_joined |= self.is_over
+        self.is_over, self._left = False, None
         self.num_buckets += 1
-        backward = torch._C._current_graph_task_id()
         if backward not in (-1, self._backward):
-            self._backward = backward
+            self._backward, self._watched = backward, list(map(weakref.ref, parameters))
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return True
 
     def end(self) -> None:
         """Begin the next step."""
-        self.is_over = False
+        self.is_over = self.is_joined = False
         self.num_buckets = self.gradient_bytes = self.sent_bytes = 0
-        self._parameters: set[int] = set()
+        if self._backward == -1 and self._left is None:  # outside of a backward
+            self._parameters = set()
 
     def _end_backward(self) -> None:
         self._backward = -1
         self.is_over = self.num_buckets > 0
+        # After DDP's callback, which writes the averages to the gradients, on every rank.
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+
+    def _leave(self) -> None:
+        self._left = self._versions()
+
+    def _versions(self) -> list[Any]:
+        """Return numbers that grow with every change of the watched parameters and their gradients."""
+        found: list[Any] = []
+        for parameter in (ref() for ref in self._watched):
+            gradient = None if parameter is None else parameter.grad
+            for each in (parameter, gradient):
+                found.append(each is not None and (each.is_inference() or each._version))
+        return found

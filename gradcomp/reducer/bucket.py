@@ -308,8 +308,10 @@ class BucketCommunicator:
         self._operations = [Explaining.averaging(number, name, self._group) for number in numbers]
 
     @torch.no_grad()
-    def start(self, number: int) -> Pending:
+    def start(self, number: int, is_last: bool) -> Pending:
         """Fill a bucket and start its averaging.
+
+        is_last: whether the step's later buckets, if any, are left out.
 
         Raises RuntimeError for a gradient that doesn't fit the bucket, and if the averaging can't start.
         """
@@ -320,7 +322,6 @@ class BucketCommunicator:
             # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
             with operation:
                 return self._group.allreduce([bucket.buffer])
-        is_last = number == len(self.buckets) - 1
         given: Any = GradBucket(number, bucket.buffer.detach(), bucket.parameters, is_last)
         if self.hook is None:
             return average_in_place(given, self._group, operation, divisor=1)

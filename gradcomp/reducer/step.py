@@ -198,7 +198,9 @@ class Step:
         self.averages: dict[int, Pending] = {}
         # Of unused parameters whose gradients are views, which the averages overwrite.
         self._gradients_before: dict[int, torch.Tensor] = {}
-        self._skippable = set() if usage is None else usage.begin(unused)
+        skippable = set() if usage is None else usage.begin(unused)
+        buckets = enumerate(communicator.buckets)
+        self._averaged = [number for number, each in buckets if not skippable.issuperset(each.indices)]
         for index in sorted(unused):
             gradient = self._params[index].grad
             if communicator.as_view and gradient is not None:
@@ -262,8 +264,8 @@ class Step:
             pending[communicator.bucket_of[index]] -= 1
         while self._next_bucket < len(pending) and not pending[self._next_bucket]:
             number = self._next_bucket
-            if not self._skippable.issuperset(communicator.buckets[number].indices):
-                self.averages[number] = communicator.start(number)
+            if number in self._averaged:
+                self.averages[number] = communicator.start(number, number == self._averaged[-1])
             self._next_bucket += 1
         if self._usage is not None and self.is_over:
             self._usage.exchange()

@@ -1,5 +1,7 @@
 """Test that states count steps, also if no bucket says that it is the last."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradcomp
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 
@@ -111,3 +114,134 @@ def test_every_step_counts_once(run_ranks, make_model, options, libraries):
             assert (is_compared, is_equal) == (True, True)
             assert rate > 1.5
             assert numel >= 2 * SIZE * SIZE
+
+
+class Branches(Heads):
+    """Every forward uses one layer, in a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=False) for _ in range(4))
+
+    def forward(self, x, number):
+        return self.layers[number](x)
+
+
+def branches_in_turn(rank, library, options):
+    """Return the counts after steps of one branch each; and by undo_step's arguments, what one step of
+    another branch has left once it is taken back: the count, and whether all errors are as before.
+    """
+    torch.manual_seed(0)
+    state = QuantizationState(bits=4)
+    state.keep_undo, counted, undone = True, [], []
+    ddp = library(Branches(), bucket_cap_mb=0.001, find_unused_parameters=True, **options)
+    state.number_parameters(ddp.module.named_parameters())
+    ddp.register_comm_hook(state, quantization_hook)
+
+    def backward(number):
+        ddp(torch.full((4, SIZE), rank + 0.1 * number), number).square().sum().backward()
+
+    for step in range(2 * STEPS):
+        ddp.zero_grad()
+        backward(-step % 4)
+        counted.append(state.iter)
+    for arguments in ((), (2 * STEPS,)):
+        before = state.state
+        ddp.zero_grad()
+        backward(2 * STEPS % 4)
+        state.undo_step(*arguments)
+        same = [torch.equal(each["error"], before[key]["error"]) for key, each in state.state.items()]
+        undone.append((state.iter, all(same)))
+    for number in (3, 2):  # in one step, as nobody zeroes the gradients: torch's DDP tells no more
+        between = state.iter
+        backward(number)
+    refusal = ""
+    if state.iter == between:
+        with pytest.raises(RuntimeError, match="the step had begun in an earlier backward") as error:
+            state.undo_step(between)
+        refusal = str(error.value)
+    return counted, undone, refusal
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["copies", "views"])
+@pytest.mark.parametrize("library", [TORCH, OURS], ids=["torch", "gradcomp"])
+def test_branches_in_turn_are_steps_of_their_own(run_ranks, library, as_view):
+    options = {"skip_all_reduce_unused_params": True, "gradient_as_bucket_view": as_view}
+    ranks = run_ranks(branches_in_turn, 2, library, options)
+    for counted, undone, refusal in ranks:
+        assert counted == list(range(1, 2 * STEPS + 1))
+        assert undone == [(2 * STEPS, True)] * 2
+        assert bool(refusal) == (library is TORCH)
+
+
+def undo_models(rank, is_one_backward):
+    """Return the counts and whether errors are as before, for two models' steps that are taken back:
+    both models', and the second one's alone, after the first one's optimizer has stepped.
+    """
+    torch.manual_seed(0)
+    state = QuantizationState(bits=4)
+    state.keep_undo = True
+    models = [nn.Linear(SIZE, SIZE) for _ in range(2)]
+    state.number_parameters(nn.ModuleList(models).named_parameters())
+    ddps = [TORCH(model) for model in models]
+    for ddp in ddps:
+        ddp.register_comm_hook(state, quantization_hook)
+
+    def step(steps_first=False):
+        for model in models:
+            model.zero_grad()
+        losses = [ddp(torch.full((4, SIZE), rank + 1.0)).square().sum() for ddp in ddps]
+        if is_one_backward:
+            sum(losses).backward()
+            return state.iter - 1
+        losses[0].backward()
+        if steps_first:
+            torch.optim.SGD(models[0].parameters(), 0.01).step()
+        before = state.iter
+        losses[1].backward()
+        return before
+
+    for _ in range(3):
+        step()
+    found = []
+    for arguments in ((), (state.iter,)):
+        kept = state.state
+        step()
+        state.undo_step(*arguments)
+        same = [torch.equal(each["error"], kept[key]["error"]) for key, each in state.state.items()]
+        found.append((state.iter, all(same)))
+    before = step(steps_first=True)
+    state.undo_step(*([before] if is_one_backward else []))
+    found.append(state.iter)
+    step()
+    step()
+    with pytest.raises(RuntimeError, match=r"no backward to take back since step 7, of 11"):
+        state.undo_step(7)  # the errors before that step are kept no longer
+    return found
+
+
+@pytest.mark.parametrize("is_one_backward", [True, False], ids=["one backward", "two backwards"])
+def test_undo_step_takes_back_all_models_that_have_not_stepped(run_ranks, is_one_backward):
+    for found in run_ranks(undo_models, 2, is_one_backward):
+        assert found == [(6, True), (6, True), 7]
+
+
+def undo_alone(rank):
+    state = QuantizationState(dist.new_group([0, 1], timeout=timedelta(seconds=5)), start_iter=1)
+    state.keep_undo, parameter = True, nn.Parameter(torch.empty(SIZE, SIZE))
+    for step in range(3):
+        if step == 2 and rank == 0:
+            state.undo_step()
+        state.average("hook", GradBucket(0, torch.ones(SIZE * SIZE), [parameter], True)).wait()
+
+
+def undo_alone_found(rank):
+    with pytest.raises(RuntimeError) as error:
+        undo_alone(rank)
+    return str(error.value)
+
+
+def test_undo_step_on_one_rank_alone_is_found_in_the_next_step(run_ranks):
+    first, second = run_ranks(undo_alone_found, 2)
+    assert "only some ranks have changed an option, loaded a checkpoint or called undo_step" in first
+    assert "rank 1 of 2 could not average bucket 0" in second

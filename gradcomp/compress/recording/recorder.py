@@ -188,8 +188,8 @@ class Recorder:
         self._forget(len(rows))
 
     def forget_step(self, step: int) -> None:
-        """Delete the step's rows, as if it had not been taken. Rows that are flushed stay."""
-        self._rows = deque((row for row in self._rows if row.step != step), self._rows.maxlen)
+        """Delete the rows of this step and later ones. Rows that are flushed stay."""
+        self._rows = deque((row for row in self._rows if row.step < step), self._rows.maxlen)
 
     def _forget(self, num_rows: int) -> None:
         for _ in range(min(num_rows, len(self._rows))):
