@@ -230,7 +230,7 @@ def _who_waits() -> str:
 
     def read() -> None:
         with suppress(Exception):
-            store = dist.group.WORLD.get_group_store()
+            store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # None: nothing found
             if store.check([WAITING]):
                 found.append(json.loads(store.get(WAITING)))
 
