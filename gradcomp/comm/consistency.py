@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from .process_group import WAITING, ExplainedError, Explaining, kept_of, ranks_of, timeout_of
 
@@ -46,11 +45,11 @@ def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: st
 
 def common_store(group: dist.ProcessGroup) -> tuple[dist.Store, list[int]] | None:
     """Return the default group's store, and the group's global ranks; None without a store of processes."""
+    store = None if dist.group.WORLD is None else dist.group.WORLD.get_group_store()
     try:
-        store, ranks = distributed_c10d._get_default_store(), dist.get_process_group_ranks(group)
+        return None if store is None else (store, dist.get_process_group_ranks(group))
     except (KeyError, RuntimeError, ValueError):
         return None
-    return None if isinstance(store, dist.HashStore) else (store, ranks)
 
 
 def missing_ranks(

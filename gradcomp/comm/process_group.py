@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from gradcomp.device import has_streams
 
@@ -231,7 +230,7 @@ def _who_waits() -> str:
 
     def read() -> None:
         with suppress(Exception):
-            store = distributed_c10d._get_default_store()
+            store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # None: nothing found
             if store.check([WAITING]):
                 found.append(json.loads(store.get(WAITING)))
 
