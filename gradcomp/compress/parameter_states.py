@@ -380,10 +380,7 @@ class ParameterStates:
                     function()
 
     def end_step(self) -> None:
-        """Forget the buckets of deleted parameters, and those that haven't come for long.
-
-        Not those that the ending step has used. What is kept of living parameters waits in entries.
-        """
+        """Forget the buckets of deleted parameters that the step hasn't used; give idle ones back."""
         self.keys.of_step.clear()
         self._of_last_step, self._of_step = self._of_step, {}
         of_step = list(map(id, self._of_last_step.values()))
