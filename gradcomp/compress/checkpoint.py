@@ -205,6 +205,7 @@ def checked_tensor(what: str, given: Any, *, is_float: bool | None) -> torch.Ten
     """Check a tensor, and return a copy. Raises ValueError unless it is dense, and finite if it has floats.
 
     A copy of a tensor that repeats elements would be larger than its file: such a tensor isn't dense, either.
+    Zeros that repeat one element are what shared_state_dict gives, and stay one element here.
 
     is_float: whether it must be of a floating-point dtype.
     """
@@ -212,13 +213,15 @@ def checked_tensor(what: str, given: Any, *, is_float: bool | None) -> torch.Ten
         raise ValueError(f"{what} is a {type(given).__name__}, but must be a tensor")
     if given.layout != torch.strided or given.is_meta:
         raise ValueError(f"{what} is {given.layout} on {given.device}, but must be dense and have values")
+    if is_float and not given.is_floating_point():
+        raise ValueError(f"{what} is of {given.dtype}, but must be of a floating-point dtype")
     if given.untyped_storage().nbytes() < given.nbytes:
+        if not any(given.stride()) and given[(0,) * given.dim()] == 0:
+            return given.new_zeros(()).expand(given.shape)
         raise ValueError(
             f"{what} {list(given.shape)} takes {given.nbytes} bytes, but its storage has "
             f"{given.untyped_storage().nbytes()}: it must not repeat elements, as expanded tensors do"
         )
-    if is_float and not given.is_floating_point():
-        raise ValueError(f"{what} is of {given.dtype}, but must be of a floating-point dtype")
     if given.is_floating_point() and not given.isfinite().all():
         raise ValueError(f"{what} has values that aren't finite")
     return given.detach().clone()

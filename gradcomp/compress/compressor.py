@@ -30,8 +30,7 @@ class BucketSpec:
     dtype, device: the buffer's dtype and device.
     world_size: the number of ranks that average the bucket.
     seed: the seed for random choices, the same on all ranks.
-    draws: for each tensor, a number: seed + draw is a seed of the tensor's own, the same in any bucket; None
-        outside of a state.
+    draws: for each tensor, a number: seed + draw is the tensor's own seed in any bucket; None without one.
     ranks_per_node: the number of ranks on each node, for hierarchical compressors; 1 if the group is
         averaged without nodes. comm.nodes.nodes_of returns the groups.
     has_delay: whether a round trip between ranks (nodes) takes long; see comm/exchange.py.

@@ -353,7 +353,7 @@ class ParameterStates:
             if "error" in taken.get(key, {}) and taken[key]["error"].shape != shape
         }
         bucket.take_over(taken)
-        return [key for key, error in lost.items() if error.any()]
+        return [key for key, error in lost.items() if _is_any(error)]
 
     @torch.inference_mode(False)
     def _give_back(self, bucket: Bucket) -> None:
@@ -380,10 +380,7 @@ class ParameterStates:
                     function()
 
     def end_step(self) -> None:
-        """Forget the buckets of deleted parameters, and those that haven't come for long.
-
-        Not those that the ending step has used. What is kept of living parameters waits in entries.
-        """
+        """Forget the buckets of deleted parameters that the step hasn't used; give idle ones back."""
         self.keys.of_step.clear()
         self._of_last_step, self._of_step = self._of_step, {}
         of_step = list(map(id, self._of_last_step.values()))
@@ -429,7 +426,7 @@ class ParameterStates:
         """Replace all entries."""
         self._entries, self._buckets, self._of_step, self._of_last_step = dict(entries), [], {}, {}
         errors = {str(key): entry["error"] for key, entry in entries.items() if "error" in entry}
-        self.loaded = [key for key, error in errors.items() if error.any()]
+        self.loaded = [key for key, error in errors.items() if _is_any(error)]
         self._num_known = len(self.keys.known())
 
     def unclaimed(self) -> list[str]:
@@ -491,6 +488,11 @@ class ParameterStates:
                     digest.update(f"{key} {name}".encode())
                     digest.update(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes))
         return digest.hexdigest()[:16]
+
+
+def _is_any(error: torch.Tensor) -> bool:
+    """Return whether any element isn't zero. Expanded errors are zeros; any() would copy them."""
+    return (not error.dim() or any(error.stride())) and bool(error.any())
 
 
 def _made(make: type[Compressor], bucket: BucketSpec, options: Any) -> Compressor:

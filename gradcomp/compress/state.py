@@ -180,11 +180,6 @@ class CompressorState(SavedState):
             return Phase(self.algorithm, None, options, warms_up=(compressing,))
         return compressing
 
-    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
-        """Count the step if this is its last bucket."""
-        if bucket.is_last():
-            self.end_step()
-
     def end_step(self) -> None:
         """End and count the step. Call this after the last bucket yourself if no bucket reports is_last()."""
         gradient_bytes, sent_bytes = self._steps.gradient_bytes, self._steps.sent_bytes

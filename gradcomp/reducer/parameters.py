@@ -29,16 +29,10 @@ def named_parameters(
     Raises TypeError for anything but an iterable of parameters or of (name, parameter) pairs; ValueError if
     no parameter requires gradients.
     """
-    if isinstance(params, nn.Module):
-        raise TypeError("Reducer takes model.parameters() or model.named_parameters(), got the module itself")
-    if isinstance(params, torch.Tensor):
-        raise TypeError("Reducer takes several parameters, got one tensor: pass it in a list")
-    if isinstance(params, Mapping):
-        raise TypeError("Reducer takes parameters, or (name, parameter) pairs, got a dict: pass its items()")
-    if not isinstance(params, Iterable):
+    if isinstance(params, nn.Module | torch.Tensor | Mapping) or not isinstance(params, Iterable):
         raise TypeError(
-            f"Reducer takes parameters, or (name, parameter) pairs, got {type(params).__name__}: "
-            "model.parameters() has parentheses"
+            "Reducer takes model.parameters() or model.named_parameters(), or a list of these, got "
+            f"{type(params).__name__}"
         )
     averaged: dict[int, tuple[str, torch.Tensor]] = {}
     frozen: list[tuple[str, torch.Tensor]] = []

@@ -180,6 +180,15 @@ def test_what_is_not_finite_counts_as_zero_when_it_is_saved(saved, monkeypatch):
     assert equal(state.state_dict()["parameters"], expected["parameters"])
 
 
+def test_expanded_zeros_stay_one_element(saved):
+    state, given = new_state(), copy.deepcopy(saved)
+    entry = next(iter(given["parameters"].values()))
+    entry["error"] = torch.zeros(1, 1).expand(2**20, entry["direction"].shape[0] * 2**20)
+    entry["direction"] = torch.zeros(1, 1).expand(entry["error"].shape[1], 2**20)
+    state.load_state_dict(given)
+    assert state.iter == saved["iter"]
+
+
 def test_what_was_loaded_is_the_states_own(saved):
     """A state shares no tensors with state_dicts, also before its first step."""
     state, given = new_state(), copy.deepcopy(saved)

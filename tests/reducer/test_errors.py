@@ -329,9 +329,10 @@ def arguments(rank):
         Reducer(["weight"])
     model = MLP()
     for wrong, message in [
-        (model, r"takes model\.parameters\(\) or model\.named_parameters\(\), got the module itself"),
-        (dict(model.named_parameters()), r"got a dict: pass its items\(\)"),
-        (model[0].weight, "got one tensor: pass it in a list"),
+        (model, r"takes model\.parameters\(\) or model\.named_parameters\(\), or a list of these, got MLP"),
+        (dict(model.named_parameters()), "got dict"),
+        (model[0].weight, "got Parameter"),
+        (model.parameters, "got method"),
         ([(param, name) for name, param in model.named_parameters()], "pairs, got str"),
     ]:
         with pytest.raises(TypeError, match=message):
