@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import convert_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
@@ -13,14 +14,23 @@ from tests.parallel.beside_torch import TorchDDP, assert_all_alike, gradients
 from tests.reducer.models import run_cases
 
 BACKEND = "aot_eager"  # compiles graphs as the default does, without a C++ compiler
-NUM_LAYERS = 12
+NUM_LAYERS = 8
 PYTHON_REDUCER = "python_reducer"
 
 
-def chain():
-    """Return a model of twelve layers of 1 MiB each."""
+class Chain(nn.Sequential):
+    """This model has a forward of its own: torch.compile passes over nn.Sequential's."""
+
+    def forward(self, inputs):
+        for layer in self:
+            inputs = layer(inputs)
+        return inputs
+
+
+def chain(num_layers=NUM_LAYERS, width=512):
+    """Return a model of layers, each of 1 MiB by default."""
     torch.manual_seed(0)
-    return nn.Sequential(*(module for _ in range(NUM_LAYERS) for module in (nn.Linear(512, 512), nn.Tanh())))
+    return Chain(*(module for _ in range(num_layers) for module in (nn.Linear(width, width), nn.Tanh())))
 
 
 def wrapped(cls, order, **options):
@@ -50,6 +60,30 @@ def test_compiled_gradients_are_averaged_as_torchs(run_ranks):
     cases = [("compile(ddp)", unused), ("ddp(compile)", {}), ("compile(step)", {})]
     cases += everyday([], [("compile(ddp)", {}), ("compile(ddp)", static)])
     assert_all_alike(run_ranks, training, 2, cases, exact=False)
+
+
+def in_turns(rank, backend, static_graph):
+    """Train two compiled wrappers; return their and a plain model's gradients, and what was compiled."""
+    torch._dynamo.reset()
+    compiled = []
+    hook = convert_frame.register_bytecode_hook(lambda code, _: compiled.append(code.co_filename))
+    wrappers = [gradcomp.DistributedDataParallel(chain(2, 8), static_graph=static_graph) for _ in range(2)]
+    plain = chain(2, 8)
+    steps = [torch.compile(ddp, backend=backend) for ddp in wrappers]
+    for number in range(4):
+        for step in (plain, *steps):
+            step(torch.full((4, 8), number / 4)).sum().backward()
+            wrappers[0].module[0].weight.register_post_accumulate_grad_hook(lambda param: None)
+    hook.remove()
+    return [gradients(each) for each in (*wrappers, plain)], compiled
+
+
+def test_wrappers_in_turns_compile_the_model_and_nothing_else(run_ranks):
+    cases = [(backend, static) for backend in ("eager", BACKEND) for static in (False, True)]
+    (results,) = run_ranks(run_cases, 1, in_turns, [*cases, *everyday([], [("inductor", False)])])
+    for (first, second, expected), compiled in results:
+        torch.testing.assert_close([first, second], [expected] * 2)
+        assert set(compiled) == {__file__}
 
 
 class Products(TorchDispatchMode):
