@@ -134,10 +134,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    # Names the parameters and buffers that the wrapper must leave alone: (module, names).
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        TorchsDDP._set_params_and_buffers_to_ignore_for_model
-    )
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Any) -> None:
+        """Name the parameters and buffers that wrappers, torch's too, must leave alone."""
+        TorchsDDP._set_params_and_buffers_to_ignore_for_model(module, names)
 
     def _make_reducer(self, verify: bool) -> None:
         caps = () if self.bucket_cap_mb is None else ("bucket_cap_mb", "first_bucket_cap_mb")

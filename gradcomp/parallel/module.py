@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradcomp.comm.bucket import GradBucket, name_of
 from gradcomp.comm.consistency import require_all_ranks, require_same_on_all_ranks
@@ -233,6 +232,8 @@ class _Sink(torch.autograd.Function):
 
 def through_sink(outputs: Any) -> Any:
     """Return copies of the outputs: a backward from any one reaches the parameters of all."""
+    from torch.utils._pytree import tree_flatten, tree_unflatten  # private: here, only this needs it
+
     leaves, structure = tree_flatten(outputs)
     positions = [
         i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None

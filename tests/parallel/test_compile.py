@@ -1,5 +1,9 @@
 """Test torch.compile around the wrapper, within it, and around a function that calls it."""
 
+import importlib
+import logging
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
-from gradcomp.reducer import autograd as module_of_not_compiled
 from tests.depth import everyday
 from tests.parallel.beside_torch import TorchDDP, assert_all_alike, gradients
 from tests.reducer.models import run_cases
@@ -128,11 +131,37 @@ def test_the_first_bucket_leaves_before_four_tenths_of_backward(run_ranks):
     assert dict(zip(orders, parts, strict=True)) == pytest.approx(dict.fromkeys(orders, 0.2), abs=0.2)
 
 
-def test_a_torch_with_other_private_names_is_asked_in_public(monkeypatch):
-    monkeypatch.setattr(module_of_not_compiled, "eval_frame", object())
-    function = module_of_not_compiled.not_compiled(lambda number: number + 1)
-    assert function(1) == 2
-    assert function._torchdynamo_disable
+PRIVATE_NAMES = (
+    "torch._C._current_graph_task_id",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "torch.utils._pytree.tree_flatten",
+)
+
+
+def said_without(rank, name):
+    """Import gradcomp without one of torch's names, and use it; return warnings and an error."""
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(name)
+        patch.setattr(logging.Logger, "warning", lambda _, text, *values: said.append(text % values))
+        for module in [each for each in sys.modules if each.partition(".")[0] == "gradcomp"]:
+            patch.delitem(sys.modules, module)
+        wrapper = importlib.import_module("gradcomp").DistributedDataParallel
+        model = nn.Linear(2, 2)
+        ddp = wrapper(model, find_unused_parameters=True)
+        try:
+            ddp(torch.ones(1, 2)).sum().backward()
+            wrapper._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+        except (AttributeError, ImportError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_gradcomp_is_imported_without_torchs_private_names_and_says_what_is_lost(run_ranks):
+    (results,) = run_ranks(run_cases, 1, said_without, [(name,) for name in PRIVATE_NAMES])
+    for name, (message,) in zip(PRIVATE_NAMES, results, strict=True):
+        assert name.rpartition(".")[2] in message
 
 
 def in_compiled_autograd(rank, kind, hook, state_of, optimize_ddp, options):
