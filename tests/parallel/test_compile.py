@@ -36,9 +36,8 @@ def chain(num_layers=NUM_LAYERS, width=512):
     return Chain(*(module for _ in range(num_layers) for module in (nn.Linear(width, width), nn.Tanh())))
 
 
-def wrapped(cls, order, **options):
+def wrapped(cls, order, model, **options):
     """Return (the model, its wrapper, the function that a training step calls)."""
-    model = chain()
     if order == "ddp(compile)":
         ddp = cls(torch.compile(model, backend=BACKEND), **options)
         return model, ddp, ddp
@@ -50,7 +49,7 @@ def wrapped(cls, order, **options):
 
 def training(cls, rank, order, options):
     torch._dynamo.reset()
-    model, _, step = wrapped(cls, order, bucket_cap_mb=2, **options)
+    model, _, step = wrapped(cls, order, chain(4), bucket_cap_mb=2, **options)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         model.zero_grad()
@@ -104,7 +103,7 @@ class Products(TorchDispatchMode):
 def products_before_first_bucket(rank, order):
     """Return the fraction of backward's matrix products before bucket 0 is full, in the third step."""
     torch._dynamo.reset()
-    model, ddp, step = wrapped(gradcomp.DistributedDataParallel, order, bucket_cap_mb=2)
+    model, ddp, step = wrapped(gradcomp.DistributedDataParallel, order, chain(), bucket_cap_mb=2)
     products, counts = Products(), []
 
     def hook(state, bucket):
