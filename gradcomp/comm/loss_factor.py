@@ -36,7 +36,8 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
         (factor * cross_entropy(logits, labels, reduction="sum")).backward()
     """
     require_group("loss_factor", process_group)
-    group, value, error = joined_group(process_group), plain(count), None
+    group, value = joined_group(process_group), plain(count)
+    error: Exception | None = None
     num_ranks = 1 if group is None else group.size()
     if is_tensor := isinstance(value, torch.Tensor):
         device, is_dense = value.device, value.layout == torch.strided and not value.is_meta
