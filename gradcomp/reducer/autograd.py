@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gradcomp.comm.consistency import first_of
+
 # Private names, which a later torch may move: importing gradcomp must work without each.
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
@@ -169,8 +171,7 @@ def _nodes_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def listed(names: Sequence[str]) -> str:
     """Return the subject of a sentence in an error: these parameters."""
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"parameters {shown} are"
+    return f"parameters {first_of(names)} are"
 
 
 def call_when_backward_starts(
