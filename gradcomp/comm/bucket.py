@@ -1,7 +1,7 @@
 """Buckets as communication hooks see them, what hooks keep of them, and the checks of buckets and hooks."""
 
 import math
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -32,6 +32,26 @@ def as_real(buffer: torch.Tensor) -> torch.Tensor:
 def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of a parameter's gradient in hooks: with a last dimension of 2 if it is complex."""
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
+def named_tensors(call: str, params: Any, *, needs_names: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, parameter) pairs; without needs_names a parameter alone gets a name such as "number 3".
+
+    Raises TypeError, which names the call, for anything but an iterable of these.
+    """
+    pairs = []
+    is_one = isinstance(params, torch.Tensor) or not isinstance(params, Iterable)
+    for index, item in enumerate([(None, params)] if is_one else params):
+        is_pair = isinstance(item, tuple) and len(item) == 2
+        name, param = item if is_pair else (None if needs_names else f"number {index}", item)
+        if not (isinstance(name, str) and isinstance(param, torch.Tensor)):
+            raise TypeError(
+                f"{call} takes {'' if needs_names else 'model.parameters() or '}model.named_parameters(), "
+                f"got {described(params if is_one else item)}. Likely cause: the module itself, one tensor, "
+                "a dict, or a method without its parentheses"
+            )
+        pairs.append((name, param))
+    return pairs
 
 
 class GradBucket:

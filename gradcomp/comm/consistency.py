@@ -208,5 +208,9 @@ def _by_value(values: Sequence[Any], ranks: Sequence[int]) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Name at most eight ranks: 'ranks 0, 2'."""
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_of(ranks)}"
+
+
+def first_of(items: Sequence[Any]) -> str:
+    """Name at most eight items: 'a, b'."""
+    return ", ".join(map(str, items[:8])) + (f" and {len(items) - 8} more" if len(items) > 8 else "")

@@ -23,11 +23,12 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     that is a mean by this rank's count, too. Every rank of the group must call this once per step: it is an
     all-reduce of one element.
 
-    Returns a float for a number. For a tensor it returns a float32 tensor on the tensor's device, and on CUDA
+    Returns a float for a number. For a tensor it returns a float64 tensor on the tensor's device, and on CUDA
     the host doesn't wait.
 
     Raises TypeError for anything but a real number, ValueError if it is negative or not finite; ValueError on
-    all other ranks, too. A CUDA tensor's value raises nothing, but makes the factor NaN on every rank.
+    all other ranks, too, and on all ranks if the counts' mean is below 6e-309: the factor would be infinite.
+    A CUDA tensor's value raises nothing, but makes the factor NaN on every rank.
 
     Example::
 
@@ -36,38 +37,37 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     """
     require_group("loss_factor", process_group)
     group, value = joined_group(process_group), plain(count)
-    is_tensor, error = isinstance(value, torch.Tensor), _error(value)
-    device = value.device if is_tensor else torch.device("cpu")
+    error: Exception | None = None
+    num_ranks = 1 if group is None else group.size()
+    if is_tensor := isinstance(value, torch.Tensor):
+        device, is_dense = value.device, value.layout == torch.strided and not value.is_meta
+        is_number = is_dense and value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+    else:
+        device, is_number = torch.device("cpu"), type(value) in (int, float)
+    if not is_number:
+        error = TypeError(f"loss_factor takes a number, or a tensor of one number, got {described(count)}")
+    elif not has_streams(device):
+        number = value.item() if is_tensor else value
+        if not 0 <= number <= torch.finfo(torch.float64).max:
+            error = ValueError(f"loss_factor takes a finite count of 0 or more, got {number!r}")
     on = device if group is None or has_streams(device) else device_for(group, ())
     # The other ranks wait for this one, so an invalid count is sent, too.
     sent = math.nan if error is not None else value.detach() if is_tensor else float(value)
     total = torch.as_tensor(sent, dtype=torch.float64, device=on).reshape(())
     total = total.where((total >= 0) & total.isfinite(), math.nan)
+    # A power of two changes no digits, and keeps sums of the largest counts finite.
+    scale = 0.5 ** num_ranks.bit_length()
+    total = total.where(total == 0, (total * scale).clamp(min=5e-324))
     if group is not None:
         with Explaining.of("add up all ranks' counts with loss_factor", group):
             dist.all_reduce(total, group=group)
-    total = total.where(total.isfinite(), math.nan)
+    factor = torch.where(total == 0, 0.0, num_ranks * scale / total)
+    factor = factor.where(factor.isfinite(), math.nan)
     if error is not None:
         raise error
-    if not has_streams(device) and math.isnan(total.item()):
+    if not has_streams(device) and math.isnan(factor.item()):
         raise ValueError(
-            "loss_factor takes finite counts of 0 or more, but another rank's count, or the sum, is not"
+            "loss_factor takes finite counts of 0 or more, but another rank's count is not, or the counts' "
+            f"mean is below 6e-309, where the factor would be infinite. This rank's count is {number!r}"
         )
-    factor = torch.where(total == 0, 0.0, (1 if group is None else group.size()) / total)
-    return factor.to(device, torch.float32) if is_tensor else factor.item()
-
-
-def _error(count: Any) -> Exception | None:
-    """Return the error of an invalid count; None for a valid one, and where the host would wait for it."""
-    value = count
-    if isinstance(count, torch.Tensor):
-        is_dense = count.layout == torch.strided and not count.is_meta
-        is_number = is_dense and count.numel() == 1 and not count.is_complex() and count.dtype != torch.bool
-        value = count.item() if is_number and not has_streams(count.device) else 0
-    else:
-        is_number = isinstance(count, int | float) and not isinstance(count, bool)
-    if not is_number:
-        return TypeError(f"loss_factor takes a number, or a tensor of one number, got {described(count)}")
-    if not 0 <= value <= torch.finfo(torch.float64).max:
-        return ValueError(f"loss_factor takes a finite count of 0 or more, got {value!r}")
-    return None
+    return factor.to(device) if is_tensor else factor.item()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..comm.consistency import first_of
 from .settings import ConfiguredState, logger_of
 
 UNCLAIMED = (
@@ -31,5 +32,4 @@ def shown_bytes(num_bytes: float) -> str:
 def warn_of_keys(state: ConfiguredState, text: str, keys: Sequence[str]) -> None:
     """Log a text with the first of these keys in the place of %s, if there are any."""
     if keys:
-        shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-        logger_of(state).warning("%s: %s.", state.algorithm, text % shown)
+        logger_of(state).warning("%s: %s.", state.algorithm, text % first_of(keys))

@@ -14,6 +14,8 @@ from collections.abc import Iterable, MutableMapping, Sequence
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..comm.bucket import named_tensors
+
 Shape = tuple[int, ...]
 # Wrappers add these parts to a parameter's name: the first two anywhere, DDP's part at the beginning.
 _WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_checkpoint_wrapped_module)\.")
@@ -75,14 +77,7 @@ class ParameterKeys:
 
         Raises TypeError for anything but pairs of a name and a tensor.
         """
-        pairs = list(named_parameters)
-        for each in pairs:
-            is_pair = isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)
-            if not (is_pair and isinstance(each[1], torch.Tensor)):
-                raise TypeError(
-                    "number_parameters takes model.named_parameters(), pairs of a name and a tensor, got "
-                    f"{type(each).__name__}"
-                )
+        pairs = named_tensors("number_parameters", named_parameters, needs_names=True)
         names = [without_wrappers(name) for name, _ in pairs]
         while names and all(name.startswith(_DDP) for name in names):
             names = [without_wrappers(name.removeprefix(_DDP)) for name in names]

@@ -134,10 +134,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    # Names the parameters and buffers that the wrapper must leave alone: (module, names).
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        TorchsDDP._set_params_and_buffers_to_ignore_for_model
-    )
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Any) -> None:
+        """Name the parameters and buffers that wrappers, torch's too, must leave alone."""
+        TorchsDDP._set_params_and_buffers_to_ignore_for_model(module, names)
 
     def _make_reducer(self, verify: bool) -> None:
         caps = () if self.bucket_cap_mb is None else ("bucket_cap_mb", "first_bucket_cap_mb")
@@ -181,13 +181,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # --- forward ---
 
-    @partial(not_compiled, recursive=False)
+    @partial(not_compiled, recursive=False)  # torch.compile traces only the module
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            self._before_forward()
-            if self.device_ids:
-                device = torch.device(self.device_type, self.device_ids[0])
-                inputs, kwargs = to_device(inputs, device), to_device(kwargs, device)
+            inputs, kwargs = self._before_forward(inputs, kwargs)
             holder: Any = TorchsDDP
             before = getattr(holder, "_active_ddp_module", None)  # of a wrapper around this one
             holder._active_ddp_module = self._compilers_view
@@ -195,17 +192,11 @@ class DistributedDataParallel(nn.Module, Joinable):
                 outputs = self.module(*inputs, **kwargs)
             finally:
                 holder._active_ddp_module = before
-            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-            self.require_forward_param_sync = is_synced
-            if is_synced:
-                if self.find_unused_parameters and not self.static_graph:
-                    outputs = through_sink(outputs)
-                self.reducer.prepare_for_backward(outputs, self._divisor)
-            elif torch.is_grad_enabled():
-                self.reducer.expect_accumulation()
-            return outputs
+            return self._after_forward(outputs)
 
-    def _before_forward(self) -> None:
+    @not_compiled
+    def _before_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Synchronize what the forward needs; return its arguments, on the device."""
         self._has_run = True
         if torch.is_grad_enabled():
             self.reducer.before_forward()
@@ -218,6 +209,22 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.sync_buffers(has_input=True)
         if self._join_config.enable:
             _will_average(self, self.require_backward_grad_sync)
+        if self.device_ids:
+            inputs, kwargs = to_device((inputs, kwargs), torch.device(self.device_type, self.device_ids[0]))
+        return inputs, kwargs
+
+    @not_compiled
+    def _after_forward(self, outputs: Any) -> Any:
+        """Prepare the backward; return the outputs that it starts from."""
+        is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = is_synced
+        if is_synced:
+            if self.find_unused_parameters and not self.static_graph:
+                outputs = through_sink(outputs)
+            self.reducer.prepare_for_backward(outputs, self._divisor)
+        elif torch.is_grad_enabled():
+            self.reducer.expect_accumulation()
+        return outputs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradcomp.comm.bucket import GradBucket, name_of
-from gradcomp.comm.consistency import require_all_ranks, require_same_on_all_ranks
+from gradcomp.comm.consistency import first_of, require_all_ranks, require_same_on_all_ranks
 from gradcomp.comm.process_group import require_group
 from gradcomp.reducer.bucket import require_callable
 from gradcomp.reducer.parameters import require_plain
@@ -167,7 +166,7 @@ def require_same_buffers(
         "Register, replace and remove buffers on all ranks in the same step, or let each rank have its own "
         "(forward_sync_buffers=False, or _set_params_and_buffers_to_ignore_for_model)"
     )
-    changed = ", ".join(sorted(set(now).symmetric_difference(before))[:8])
+    changed = first_of(sorted(set(now).symmetric_difference(before)))
     call = "a forward whose module has other buffers than in the last one"
     cause = f"Buffers that have changed: {changed or 'none'}. {advice}"
     require_all_ranks(call, "copy a module's buffers to all ranks", group, cause)
@@ -233,6 +232,8 @@ class _Sink(torch.autograd.Function):
 
 def through_sink(outputs: Any) -> Any:
     """Return copies of the outputs: a backward from any one reaches the parameters of all."""
+    from torch.utils._pytree import tree_flatten, tree_unflatten  # private: here, only this needs it
+
     leaves, structure = tree_flatten(outputs)
     positions = [
         i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None

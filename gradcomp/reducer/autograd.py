@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import weakref
 from collections import deque
@@ -14,9 +15,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._C import _current_graph_task_id
-from torch._C._dynamo import eval_frame
 from torch.utils.hooks import RemovableHandle
+
+from gradcomp.comm.consistency import first_of
+
+# Private names, which a later torch may move: importing gradcomp must work without each.
+try:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+except ImportError as error:
+    set_code_exec_strategy = None  # type: ignore[assignment]
+    text = "importing gradcomp takes seconds longer, because torch has other private names: %s"
+    logging.getLogger(__name__).warning(text, error)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Owner = TypeVar("Owner")
@@ -28,14 +37,11 @@ def not_compiled(function: Function, *, recursive: bool = True) -> Function:
     torch.compiler.disable(recursive=...) does this, but its imports take seconds. It is used only where torch
     has other private names.
     """
-    try:
-        action = eval_frame._FrameAction
-        within = action.SKIP if recursive else action.DEFAULT
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, within)
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    except AttributeError:
+    if set_code_exec_strategy is None:
         disabled: Function = torch.compiler.disable(function, recursive=recursive)
         return disabled
+    within = _FrameAction.SKIP if recursive else _FrameAction.DEFAULT
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, within))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -165,8 +171,7 @@ def _nodes_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def listed(names: Sequence[str]) -> str:
     """Return the subject of a sentence in an error: these parameters."""
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"parameters {shown} are"
+    return f"parameters {first_of(names)} are"
 
 
 def call_when_backward_starts(
@@ -197,7 +202,7 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
 
     Raises RuntimeError in a compiled backward, which would not call the function.
     """
-    task = _current_graph_task_id()
+    task = torch._C._current_graph_task_id()
     if task not in tasks:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
         if getattr(compiled, "in_compiled_autograd_region", False):
@@ -249,14 +254,14 @@ class StepsInBackward:
         self = watcher()
         if self is None or gradients[0] is None:
             return
-        if (task := _current_graph_task_id()) != self._task:
+        if (task := torch._C._current_graph_task_id()) != self._task:
             self._task = task
             self.versions_before.clear()
         self.versions_before[index] = self._params[index]._version
 
     def require_none(self) -> None:
         """Raise RuntimeError if the backward that ends has changed parameters or taken their gradients."""
-        if self._task != _current_graph_task_id():
+        if self._task != torch._C._current_graph_task_id():
             return
         before, self.versions_before = self.versions_before, {}
         params = {index: self._params[index] for index in before}

@@ -7,14 +7,14 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from gradcomp.comm.bucket import named_tensors
 from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Explaining, ranks_of, require_group
 
@@ -29,19 +29,9 @@ def named_parameters(
     Raises TypeError for anything but an iterable of parameters or of (name, parameter) pairs; ValueError if
     no parameter requires gradients.
     """
-    if isinstance(params, nn.Module | torch.Tensor | Mapping) or not isinstance(params, Iterable):
-        raise TypeError(
-            "Reducer takes model.parameters() or model.named_parameters(), or a list of these, got "
-            f"{type(params).__name__}"
-        )
     averaged: dict[int, tuple[str, torch.Tensor]] = {}
     frozen: list[tuple[str, torch.Tensor]] = []
-    for index, item in enumerate(params):
-        name, param = item if isinstance(item, tuple) and len(item) == 2 else (f"number {index}", item)
-        if not isinstance(param, torch.Tensor):
-            raise TypeError(
-                f"Reducer takes parameters, or (name, parameter) pairs, got {type(param).__name__}"
-            )
+    for name, param in named_tensors("Reducer", params):
         require_plain(name, param)
         if not param.requires_grad:
             frozen.append((name, param))

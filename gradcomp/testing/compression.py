@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
+from gradcomp.command_line import aligned
 from gradcomp.compress import CompressorState
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import MakeState, run_hook
@@ -77,12 +78,9 @@ class CompressionReport:
         hidden = {"summed"} if self.steps == 1 else set()
         hidden |= {"best"} if self.rank is None else set()
         shown = [column for column in zip(columns, *rows, strict=True) if column[0] not in hidden]
-        widths = [max(map(len, column)) for column in shown]
         of_rank = "" if self.rank is None else f", against rank {self.rank}"
         lines = [f"{self.hook}: world size {self.world_size}, step {self.steps}{of_rank}"]
-        for name, *cells in zip(*shown, strict=True):
-            aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *aligned]))
+        lines += aligned([(*row, "") for row in zip(*shown, strict=True)])  # the last column is aligned left
         return "\n".join(lines)
 
 

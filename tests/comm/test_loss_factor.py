@@ -25,6 +25,10 @@ VALID = {
     "tensors": ([torch.tensor(4), torch.tensor([2.0]), torch.tensor([[6]], dtype=torch.int32)], 3 / 12),
     "tensors of nothing": ([torch.tensor(0)] * 3, 0.0),
     "bf16, with a graph": ([torch.tensor(2.0, dtype=torch.bfloat16, requires_grad=True)] * 3, 3 / 6),
+    "the largest": ([1.7e308] * 3, 1 / 1.7e308),
+    "the largest, as tensors": ([torch.tensor(1.7e308, dtype=torch.float64)] * 3, 1 / 1.7e308),
+    "the smallest normal one, and less": ([6e-308, 6e-309, 6e-310], 1 / 2.22e-308),
+    "tensors of less than fp32's smallest": ([torch.tensor(2.0**-149)] * 3, 2.0**149),
     "a number and tensors": ([1, torch.tensor(2), torch.tensor(3)], 3 / 6),
 }
 INVALID = [
@@ -57,6 +61,9 @@ def ask(rank):
             errors.append(None)
         except Exception as error:
             errors.append((type(error), str(error)))
+    for tiny in (5e-324, torch.tensor(2e-310, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="mean is below 6e-309"):
+            gradcomp.loss_factor(tiny)
     return factors, of_pair, errors, gradcomp.loss_factor(1)
 
 
@@ -64,12 +71,12 @@ def test_factors_and_errors_are_the_same_on_every_rank(run_ranks):
     for rank, (factors, of_pair, errors, last) in enumerate(run_ranks(ask, RANKS)):
         for name, (counts, expected) in VALID.items():
             if isinstance(counts[rank], torch.Tensor):
-                assert (factors[name].dtype, factors[name].shape) == (torch.float32, ()), name
+                assert (factors[name].dtype, factors[name].shape) == (torch.float64, ()), name
                 assert not factors[name].requires_grad, name
-                assert factors[name].item() == pytest.approx(expected, rel=1e-7), name
+                assert factors[name].item() == pytest.approx(expected, rel=1e-14, abs=0), name
             else:
                 assert type(factors[name]) is float, name
-                assert factors[name] == expected, name
+                assert factors[name] == pytest.approx(expected, rel=1e-14, abs=0), name
         assert of_pair == (None if rank == 2 else 2 / 21)
         for (count, kind, _), (found, message) in zip(INVALID, errors, strict=True):
             assert found is (kind if rank == 1 else ValueError), (count, rank, message)
@@ -83,7 +90,7 @@ def test_one_process_without_a_group(default_dtype, monkeypatch):
     torch.set_default_dtype(default_dtype)
     try:
         assert gradcomp.loss_factor(100_003) == 1 / 100_003
-        assert gradcomp.loss_factor(torch.tensor(100_003)).dtype is torch.float32
+        assert gradcomp.loss_factor(torch.tensor(100_003)).dtype is torch.float64
         assert gradcomp.loss_factor(0) == 0.0
     finally:
         torch.set_default_dtype(before)

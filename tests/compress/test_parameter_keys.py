@@ -143,7 +143,7 @@ def test_in_a_copy_the_model_or_its_copy_has_the_keys(named, first):
     assert set(found[other]).isdisjoint(expected)
 
 
-@pytest.mark.parametrize("given", [torch.zeros(2), ("a",), ("a", 3), (1, torch.zeros(2))], ids=repr)
+@pytest.mark.parametrize("given", [None, torch.zeros(2), ("a",), ("a", 3), (1, torch.zeros(2))], ids=repr)
 def test_what_has_no_name_is_refused(given):
-    with pytest.raises(TypeError, match=re.escape("takes model.named_parameters(), pairs of a name")):
+    with pytest.raises(TypeError, match=re.escape("number_parameters takes model.named_parameters(), got")):
         ParameterKeys().name([given])

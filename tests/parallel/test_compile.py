@@ -1,31 +1,43 @@
 """Test torch.compile around the wrapper, within it, and around a function that calls it."""
 
+import importlib
+import logging
+import sys
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import convert_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
-from gradcomp.reducer import autograd as module_of_not_compiled
 from tests.depth import everyday
 from tests.parallel.beside_torch import TorchDDP, assert_all_alike, gradients
 from tests.reducer.models import run_cases
 
 BACKEND = "aot_eager"  # compiles graphs as the default does, without a C++ compiler
-NUM_LAYERS = 12
+NUM_LAYERS = 8
 PYTHON_REDUCER = "python_reducer"
 
 
-def chain():
-    """Return a model of twelve layers of 1 MiB each."""
+class Chain(nn.Sequential):
+    """This model has a forward of its own: torch.compile passes over nn.Sequential's."""
+
+    def forward(self, inputs):
+        for layer in self:
+            inputs = layer(inputs)
+        return inputs
+
+
+def chain(num_layers=NUM_LAYERS, width=512):
+    """Return a model of layers, each of 1 MiB by default."""
     torch.manual_seed(0)
-    return nn.Sequential(*(module for _ in range(NUM_LAYERS) for module in (nn.Linear(512, 512), nn.Tanh())))
+    return Chain(*(module for _ in range(num_layers) for module in (nn.Linear(width, width), nn.Tanh())))
 
 
-def wrapped(cls, order, **options):
+def wrapped(cls, order, model, **options):
     """Return (the model, its wrapper, the function that a training step calls)."""
-    model = chain()
     if order == "ddp(compile)":
         ddp = cls(torch.compile(model, backend=BACKEND), **options)
         return model, ddp, ddp
@@ -37,7 +49,7 @@ def wrapped(cls, order, **options):
 
 def training(cls, rank, order, options):
     torch._dynamo.reset()
-    model, _, step = wrapped(cls, order, bucket_cap_mb=2, **options)
+    model, _, step = wrapped(cls, order, chain(4), bucket_cap_mb=2, **options)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         model.zero_grad()
@@ -50,6 +62,30 @@ def test_compiled_gradients_are_averaged_as_torchs(run_ranks):
     cases = [("compile(ddp)", unused), ("ddp(compile)", {}), ("compile(step)", {})]
     cases += everyday([], [("compile(ddp)", {}), ("compile(ddp)", static)])
     assert_all_alike(run_ranks, training, 2, cases, exact=False)
+
+
+def in_turns(rank, backend, static_graph):
+    """Train two compiled wrappers; return their and a plain model's gradients, and what was compiled."""
+    torch._dynamo.reset()
+    compiled = []
+    hook = convert_frame.register_bytecode_hook(lambda code, _: compiled.append(code.co_filename))
+    wrappers = [gradcomp.DistributedDataParallel(chain(2, 8), static_graph=static_graph) for _ in range(2)]
+    plain = chain(2, 8)
+    steps = [torch.compile(ddp, backend=backend) for ddp in wrappers]
+    for number in range(4):
+        for step in (plain, *steps):
+            step(torch.full((4, 8), number / 4)).sum().backward()
+            wrappers[0].module[0].weight.register_post_accumulate_grad_hook(lambda param: None)
+    hook.remove()
+    return [gradients(each) for each in (*wrappers, plain)], compiled
+
+
+def test_wrappers_in_turns_compile_the_model_and_nothing_else(run_ranks):
+    cases = [(backend, static) for backend in ("eager", BACKEND) for static in (False, True)]
+    (results,) = run_ranks(run_cases, 1, in_turns, [*cases, *everyday([], [("inductor", False)])])
+    for (first, second, expected), compiled in results:
+        torch.testing.assert_close([first, second], [expected] * 2)
+        assert set(compiled) == {__file__}
 
 
 class Products(TorchDispatchMode):
@@ -67,7 +103,7 @@ class Products(TorchDispatchMode):
 def products_before_first_bucket(rank, order):
     """Return the fraction of backward's matrix products before bucket 0 is full, in the third step."""
     torch._dynamo.reset()
-    model, ddp, step = wrapped(gradcomp.DistributedDataParallel, order, bucket_cap_mb=2)
+    model, ddp, step = wrapped(gradcomp.DistributedDataParallel, order, chain(), bucket_cap_mb=2)
     products, counts = Products(), []
 
     def hook(state, bucket):
@@ -94,11 +130,37 @@ def test_the_first_bucket_leaves_before_four_tenths_of_backward(run_ranks):
     assert dict(zip(orders, parts, strict=True)) == pytest.approx(dict.fromkeys(orders, 0.2), abs=0.2)
 
 
-def test_a_torch_with_other_private_names_is_asked_in_public(monkeypatch):
-    monkeypatch.setattr(module_of_not_compiled, "eval_frame", object())
-    function = module_of_not_compiled.not_compiled(lambda number: number + 1)
-    assert function(1) == 2
-    assert function._torchdynamo_disable
+PRIVATE_NAMES = (
+    "torch._C._current_graph_task_id",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "torch.utils._pytree.tree_flatten",
+)
+
+
+def said_without(rank, name):
+    """Import gradcomp without one of torch's names, and use it; return warnings and an error."""
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(name)
+        patch.setattr(logging.Logger, "warning", lambda _, text, *values: said.append(text % values))
+        for module in [each for each in sys.modules if each.partition(".")[0] == "gradcomp"]:
+            patch.delitem(sys.modules, module)
+        wrapper = importlib.import_module("gradcomp").DistributedDataParallel
+        model = nn.Linear(2, 2)
+        ddp = wrapper(model, find_unused_parameters=True)
+        try:
+            ddp(torch.ones(1, 2)).sum().backward()
+            wrapper._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+        except (AttributeError, ImportError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_gradcomp_is_imported_without_torchs_private_names_and_says_what_is_lost(run_ranks):
+    (results,) = run_ranks(run_cases, 1, said_without, [(name,) for name in PRIVATE_NAMES])
+    for name, (message,) in zip(PRIVATE_NAMES, results, strict=True):
+        assert name.rpartition(".")[2] in message
 
 
 def in_compiled_autograd(rank, kind, hook, state_of, optimize_ddp, options):

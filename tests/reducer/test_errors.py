@@ -325,15 +325,15 @@ def arguments(rank):
     frozen = MLP().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter that requires gradients"):
         Reducer(frozen.parameters())
-    with pytest.raises(TypeError, match="got str"):
+    with pytest.raises(TypeError, match="got 'weight'"):
         Reducer(["weight"])
     model = MLP()
     for wrong, message in [
-        (model, r"takes model\.parameters\(\) or model\.named_parameters\(\), or a list of these, got MLP"),
-        (dict(model.named_parameters()), "got dict"),
-        (model[0].weight, "got Parameter"),
-        (model.parameters, "got method"),
-        ([(param, name) for name, param in model.named_parameters()], "pairs, got str"),
+        (model, r"takes model\.parameters\(\) or model\.named_parameters\(\), got an object of type Linear"),
+        (dict(model.named_parameters()), "got '0.weight'. Likely cause: the module itself"),
+        (model[0].weight, r"got a tensor of shape \(64, 20\)"),
+        (model.parameters, "got an object of type method.* without its parentheses"),
+        ([(param, name) for name, param in model.named_parameters()], "got an object of type tuple"),
     ]:
         with pytest.raises(TypeError, match=message):
             Reducer(wrong)
