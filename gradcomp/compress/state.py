@@ -476,9 +476,6 @@ class Steps:
 
     def _versions(self) -> list[Any]:
         """Return numbers that grow with every change of the watched parameters and their gradients."""
-        found: list[Any] = []
-        for parameter in (ref() for ref in self._watched):
-            gradient = None if parameter is None else parameter.grad
-            for each in (parameter, gradient):
-                found.append(each is not None and (each.is_inference() or each._version))
-        return found
+        watched = [ref() for ref in self._watched]
+        watched += [None if each is None else each.grad for each in watched]
+        return [each is not None and (each.is_inference() or each._version) for each in watched]
