@@ -256,17 +256,16 @@ def _model(parser: BenchParser, name: str, device: torch.device) -> tuple[nn.Mod
     problem = ""
     try:
         if name not in MODELS and ":" not in name:
-            raise ValueError(f"model {name!r} is none of {', '.join(MODELS)}, and no module:callable")
+            raise ValueError(f"it is neither one of {', '.join(MODELS)} nor module:callable")
         with device:
             module, loss = MODELS[name]() if name in MODELS else command_line.load_callable(name)()
         loss(module.to(device)).backward()
         module.zero_grad()
-    except ValueError as error:
-        problem = str(error)
     except Exception as error:
-        problem = f"model {name!r} can't be trained: {in_words(error)}"
+        needed = "a callable must return (module, loss), where loss(model) computes the loss of a step"
+        problem = f"rank {dist.get_rank()}: model {name!r} can't be trained: {in_words(error)}; {needed}"
     problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem and f"rank {dist.get_rank()}: {problem}")
+    dist.all_gather_object(problems, problem)
     if any(problems):
         parser.error(next(filter(None, problems)))
     return module, loss

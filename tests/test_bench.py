@@ -154,7 +154,8 @@ def test_of_several_ranks_one_speaks(capsys, monkeypatch, rank, arguments, messa
     [
         ("tests.test_bench:fails_on_rank_1", "rank 1: .*FileNotFoundError: no data here"),
         ("tests.test_bench:END_S", "rank 0: .*'END_S' of module 'tests.test_bench' is not callable"),
-        ("gtp", "rank 0: model 'gtp' is none of gpt, gpt-medium, and no module:callable"),
+        ("gtp", "rank 0: model 'gtp' can't be trained: .* it is neither one of gpt, gpt-medium nor module"),
+        ("torch.nn:Identity", r"non-iterable Identity object; a callable must return \(module, loss"),
     ],
 )
 def test_a_model_that_can_not_be_trained_ends_all_ranks(model, message):
