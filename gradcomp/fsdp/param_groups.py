@@ -139,10 +139,21 @@ class ParamGroup:
         """True if a parameter was a DTensor before it was sharded."""
         return any(each.is_dtensor for each in self._group.fsdp_params)
 
-    def install(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Install an all-reduce hook. From now on `reduced` returns the placeholders of its gradients."""
+    def install(self, hook: Callable[[torch.Tensor], None], forget: Callable[[], None]) -> None:
+        """Install an all-reduce hook. From now on `reduced` returns the placeholders of its gradients.
+
+        forget: called by FSDP2's reset_iter_state(), which gives a failed backward's gradients up.
+        """
         self._note_gradients()
         self.module.set_all_reduce_hook(hook)
+        if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.13
+            reset = self._group._reset_iter_state
+
+            def forgetting() -> None:
+                forget()
+                reset()
+
+            self._group._reset_iter_state = forgetting
 
     def install_reduce_scatter(self, function: Any) -> None:
         """Install a ReduceScatter that sums, and note from now on which gradients it has, for `reduced`."""

@@ -56,6 +56,10 @@ class AllReduceHook:
             # It is of the reduce-scatter's stream. FSDP2 casts it and, before torch 2.15, frees it.
             output.record_stream(torch.cuda.current_stream(output.device))
 
+    def forget(self) -> None:
+        """Drop the gradients that are kept for a later backward."""
+        self._kept = None
+
     def _add_kept(self, output: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         """Add the gradients kept by earlier backwards. Raises RuntimeError if they had other parameters."""
         assert self._kept is not None
@@ -113,7 +117,8 @@ def compress_replicas(
     _copy_from_first(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
     replicas = Averager(_WHOSE, state, replicate_group)
     for index, group in enumerate(groups):
-        group.install(AllReduceHook(index, group, replicas))
+        hook = AllReduceHook(index, group, replicas)
+        group.install(hook, hook.forget)
     call_after_backward(model, replicas.end_of_backward)
 
 

@@ -34,6 +34,16 @@ def accumulate_in_grad(model, rank, number):
         step(model, rank, 2 * number + part)
 
 
+def give_up(model, rank, number):
+    """Run a first backward of an accumulation, and give it up as after an error."""
+    model.set_requires_all_reduce(False)
+    step(model, rank, number + 100)
+    model.reset_iter_state()
+    model.zero_grad()
+    model.set_requires_all_reduce(True)
+    step(model, rank, number)
+
+
 def clip(model, rank, number):
     step(model, rank, number)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
@@ -123,6 +133,8 @@ SCENARIOS = {
     "several modules in one group": (layers_in_one_group, step),
     "offloaded": (partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)), step),
 }
+if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.13
+    SCENARIOS["an accumulation that is given up"] = (sharded, give_up)
 if hasattr(FSDPModule, "set_manual_backward_finalization"):  # since torch 2.15
     SCENARIOS["backwards that the caller finalizes"] = (sharded, finalize)
 
