@@ -331,6 +331,11 @@ class LocalSteps(SavedSteps):
         """Take the outer step with the exchange under way."""
         exchange = self._finished()
         num_active, num_gave, *_ = map(round, exchange.counts.wait())
+        if 0 < num_gave < self._num_active:  # ranks that meant to give something have joined
+            rest = self._common.minus(exchange.begun or self._own.local(exchange.moved))
+            size = self._group.size()
+            self._averaging(rest, size / num_gave - size / self._num_active).wait()
+            torch._foreach_add_(list(exchange.moved.values()), list(rest.values()))
         now = {name: each.clone() for name, each in self._own.local(exchange.begun).items()}
         if num_gave:
             self._common.step(exchange.moved)
