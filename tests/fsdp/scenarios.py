@@ -90,6 +90,18 @@ def by_columns(parameter):
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
 
 
+class ComplexNet(torch.nn.Module):
+    """Complex parameters, whose last shards are shorter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(7, 12, dtype=torch.complex64))
+        self.bias = torch.nn.Parameter(torch.randn(7, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x.to(torch.complex64), self.weight, self.bias).abs()
+
+
 def layers_in_one_group(mesh):
     model = Net()
     fully_shard(list(model.layers), mesh=mesh)
@@ -131,6 +143,7 @@ SCENARIOS = {
     "another divisor": (lambda mesh: divided_by(sharded(mesh), 2.0), step),
     "sharded by columns": (partial(sharded, shard_placement_fn=by_columns), step),
     "several modules in one group": (layers_in_one_group, step),
+    "complex parameters": (lambda mesh: fully_shard(ComplexNet(), mesh=mesh), step),
     "offloaded": (partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)), step),
 }
 if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.13
