@@ -107,14 +107,14 @@ def compress_replicas(
     groups = check_replicas(model, replicate_group, state)
     require_same_group(_WHOSE, replicate_group)
     require_agreement(_WHOSE, groups, replicate_group, options_of(state))
+    for group in groups:
+        group.module.reshard()
+    _copy_from_first(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
     if state is not None:
         named = [zip(group.names(model), group.placeholders, strict=True) for group in groups]
         state.number_parameters(chain.from_iterable(named))
         state.process_group = replicate_group
         state.shard_group = groups[0].shard_group
-    for group in groups:
-        group.module.reshard()
-    _copy_from_first(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
     replicas = Averager(_WHOSE, state, replicate_group)
     for index, group in enumerate(groups):
         hook = AllReduceHook(index, group, replicas)
