@@ -1,6 +1,6 @@
 """Models that FSDP2 shards, with and without compression, by name: "WEIGHTS:GRADIENTS".
 
-WEIGHTS are gathered in fp32, in bf16 (torch's param_dtype), or by gradcomp in 16bit, int8 or int4. GRADIENTS
+WEIGHTS are gathered in fp32, in bf16 (torch's param_dtype), or by gradcomp in int8 or int4. GRADIENTS
 are reduce-scattered in fp32, in bf16 (torch's reduce_dtype), or by gradcomp in 16bit, int8 or int4.
 """
 
@@ -22,9 +22,9 @@ BITS = {"16bit": 16, "int8": 8, "int4": 4}
 def parse(name: str) -> tuple[str, str]:
     """Return (weights, gradients) of a name. Raises ValueError for another name."""
     weights, _, gradients = name.partition(":")
-    for each in (weights, gradients):
-        if each not in TORCHS and each not in BITS:
-            raise ValueError(f"{each!r} is none of {', '.join([*TORCHS, *BITS])}")
+    for each, known in ((weights, [*TORCHS, "int8", "int4"]), (gradients, [*TORCHS, *BITS])):
+        if each not in known:
+            raise ValueError(f"{each!r} is none of {', '.join(known)}")
     return weights, gradients
 
 

@@ -88,7 +88,10 @@ SIXTEEN_BITS = Rule(
     "None, torch.bfloat16 or torch.float16", lambda value: value in (None, torch.bfloat16, torch.float16)
 )
 BITS = Rule("4, 8 or 16", lambda value: type(value) is int and value in (4, 8, 16))
-WEIGHT_BITS = Rule("8 or 16", lambda value: type(value) is int and value in (8, 16))
+WEIGHT_BITS = Rule(
+    "8; for 16 use torch's MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+    lambda value: type(value) is int and value == 8,
+)
 START_BITS = Rule("None, 4 or 8", lambda value: value is None or (type(value) is int and value in (4, 8)))
 FEEDBACK = Rule("True, False or None", lambda value: value is None or type(value) is bool)
 BLOCK_SIZE = Rule(

@@ -107,7 +107,7 @@ class ShardBucket(GradBucket):
         self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], shard: torch.Tensor
     ):
         super().__init__(index, buffer, parameters, is_last=False)
-        self.shard = shard
+        self.shard = as_real(shard)
 
 
 _BUCKETS = (dist.GradBucket, GradBucket)

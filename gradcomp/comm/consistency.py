@@ -175,18 +175,18 @@ def _all_gather(message: bytes, size: int, group: dist.ProcessGroup, device: tor
 def _differences(by_rank: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> dict[str, str]:
     """Say how the ranks' values differ, by name, for those that do."""
     names = dict.fromkeys(name for values in by_rank for name in values)
-    found = {name: _difference(name, [values.get(name) for values in by_rank], ranks) for name in names}
+    found = {name: difference(name, [values.get(name) for values in by_rank], ranks) for name in names}
     return {name: text for name, text in found.items() if text}
 
 
-def _difference(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
+def difference(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
     """Say how the ranks' values of this name differ; "" if not. Lists: the lengths or one item."""
     if all(value == values[0] for value in values):
         return ""
     if all(isinstance(value, list) for value in values):
         lengths = [len(value) for value in values]
         if len(set(lengths)) > 1:
-            number = _difference(f"the number of {name}", lengths, ranks)
+            number = difference(f"the number of {name}", lengths, ranks)
             for item in (item for value in values for item in value):
                 having = [rank for rank, value in zip(ranks, values, strict=True) if item in value]
                 if len(having) < len(ranks):

@@ -10,7 +10,7 @@ With nodes, a row goes through the network card of its rank's node once to each 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradcomp import ops
 from gradcomp.device import has_streams
-from gradcomp.layout.blocks import BlockLayout, Part
+from gradcomp.layout.blocks import BlockLayout
 from gradcomp.layout.flat import FlatLayout
 
 from ..comm.exchange import all_gather
@@ -33,7 +33,7 @@ class ShardGather:
     shapes: of a shard's tensors.
     exact: the positions of tensors that are sent exactly, beside vectors and those smaller than a block.
     world_size, ranks_per_node: of the group.
-    bits: 8 or 4, or 16: bfloat16, without scales.
+    bits: 8 or 4.
     block_size: elements that share a scale.
 
     layout: the blocks of all ranks' shards, a row of the payload each. With nodes the rows are sorted by
@@ -72,49 +72,11 @@ class ShardGather:
 
     def _plan(self, dtype: torch.dtype, device: torch.device) -> Any:
         if dtype not in self._plans:
-            if self._bits == 16:
-                self._plans[dtype] = _RoundingPlan(self.layout, dtype, device)
-            else:
-                options: dict[str, Any] = {"bits": self._bits, "error_feedback": False, "only_gathers": True}
-                self._plans[dtype] = ops.quantized_plan(self.layout, dtype, device, **options)
+            options: dict[str, Any] = {"bits": self._bits, "error_feedback": False, "only_gathers": True}
+            self._plans[dtype] = ops.quantized_plan(self.layout, dtype, device, **options)
             if has_streams(device):  # the next gather may be on another stream
                 torch.cuda.current_stream(device).synchronize()
         return self._plans[dtype]
-
-
-class _RoundingPlan:
-    """ops.quantized_plan with only_gathers in 16 bits: matrices in bfloat16, without scales."""
-
-    def __init__(self, layout: BlockLayout, dtype: torch.dtype, device: torch.device):
-        (codes, _, exact), self.payload_bytes = layout.sections(16, dtype.itemsize)
-        self.payload = torch.empty(0, self.payload_bytes, dtype=torch.uint8, device=device)
-        self._encoding, self._decoding = [], []
-        for parts, numel, start, wire in (
-            (layout.quantized, layout.shard_numel, codes.start, torch.bfloat16),
-            (layout.exact, layout.exact_numel, exact.start, dtype),
-        ):
-            copies = list(self._copies(parts, numel, start, wire.itemsize))
-            of_first = copies[: len(copies) // layout.world_size]
-            backward = [pair[::-1] for pair in copies]
-            self._encoding.append((wire, ops.PartsCopy(of_first, device)))
-            self._decoding.append((wire, ops.PartsCopy(backward, device)))
-
-    def _copies(
-        self, parts: Iterable[Part], shard_numel: int, start: int, itemsize: int
-    ) -> Iterator[tuple[slice, slice]]:
-        """Yield (a tensor's slice of the bucket, its slice of the payload in the wire's elements)."""
-        for part in parts:
-            row, element = divmod(part.stored.start, shard_numel)
-            first = (row * self.payload_bytes + start) // itemsize + element
-            yield part.in_bucket, slice(first, first + part.stored.stop - part.stored.start)
-
-    def quantize(self, shard: Tensor, row: int) -> None:
-        for wire, copy in self._encoding:
-            copy(shard, self.payload[row].view(wire), 1.0)
-
-    def dequantize(self, flat: Tensor) -> None:
-        for wire, copy in self._decoding:
-            copy(self.payload.view(-1).view(wire), flat, 1.0)
 
 
 class _GatherWork(dist.Work):

@@ -88,7 +88,7 @@ def compress_all_gather(
     Vectors, and tensors with shards smaller than a block, are gathered exactly in the same message.
 
     model: after fully_shard, called for the model itself, too.
-    bits: 8, or 16: bfloat16. In a param_dtype of 16 bits, 16 changes nothing.
+    bits: 8. For bfloat16 use torch's MixedPrecisionPolicy(param_dtype=torch.bfloat16).
     block_size: elements that share a scale; even, at most 4096.
     ignored: modules and parameters that are gathered exactly, such as embeddings.
     ranks_per_node: the number of ranks that share a network card; see QuantizationState.

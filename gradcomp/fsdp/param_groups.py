@@ -5,6 +5,7 @@ All private names of torch that the package uses are here, as read in torch 2.11
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 # The methods of an FSDP module's state that end a backward. The second one is for
 # set_manual_backward_finalization, since torch 2.15.
 _ENDS = ("_root_post_backward_final_callback", "finalize_backward")
+_CALLER_MAY_END = hasattr(FSDPModule, "set_manual_backward_finalization")
 
 
 class Collective:
@@ -44,8 +46,9 @@ class ParamGroup:
     def __init__(self, name: str, module: FSDPModule, group: Any):
         self.name, self.module, self._group = name, module, group
         self.device, mesh = torch.device(group.device), group.mesh_info
-        self.shard_group: dist.ProcessGroup | None = getattr(mesh, "shard_process_group", None)
-        self.replicate_group: dist.ProcessGroup | None = getattr(mesh, "replicate_process_group", None)
+        shards, replicates = mesh.shard_mesh_dim is not None, mesh.replicate_mesh_dim is not None
+        self.shard_group: dist.ProcessGroup | None = mesh.shard_process_group if shards else None
+        self.replicate_group: dist.ProcessGroup | None = mesh.replicate_process_group if replicates else None
         scatters = None if self.shard_group is None else group._reduce_scatter_process_group
         self.reduce_scatter_group: dist.ProcessGroup | None = scatters
         self.placeholders = [
@@ -56,8 +59,9 @@ class ParamGroup:
             torch.empty(_whole_size(each, self.shard_group), dtype=each.sharded_param.dtype, device="meta")
             for each in group.fsdp_params
         ]
-        # The positions of the parameters in the reduce-scatter under way.
+        # The positions of the parameters in the reduce-scatter under way, and those that have been confirmed.
         self._reduced: list[int] | None = None
+        self._confirmed: list[int] | None = None
 
     def names(self, model: nn.Module) -> list[str]:
         """Return the parameters' names in the model. Raises ValueError if one has left it."""
@@ -139,10 +143,21 @@ class ParamGroup:
         """True if a parameter was a DTensor before it was sharded."""
         return any(each.is_dtensor for each in self._group.fsdp_params)
 
-    def install(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Install an all-reduce hook. From now on `reduced` returns the placeholders of its gradients."""
+    def install(self, hook: Callable[[torch.Tensor], None], forget: Callable[[], None]) -> None:
+        """Install an all-reduce hook. From now on `reduced` returns the placeholders of its gradients.
+
+        forget: called by FSDP2's reset_iter_state(), which gives a failed backward's gradients up.
+        """
         self._note_gradients()
         self.module.set_all_reduce_hook(hook)
+        if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.13
+            reset = self._group._reset_iter_state
+
+            def forgetting() -> None:
+                forget()
+                reset()
+
+            self._group._reset_iter_state = forgetting
 
     def install_reduce_scatter(self, function: Any) -> None:
         """Install a ReduceScatter that sums, and note from now on which gradients it has, for `reduced`."""
@@ -155,16 +170,36 @@ class ParamGroup:
         self.module.set_custom_all_gather(function)
 
     def _note_gradients(self) -> None:
-        post_backward = self._group.post_backward
+        post_backward, parameters = self._group.post_backward, self._group.fsdp_params
 
         def noting_gradients(*unused: Any) -> None:
-            parameters = self._group.fsdp_params
             # torch 2.15 sorts a reduced tensor's parameters by the dtypes of their gradients.
             order = getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(parameters))
             self._reduced = [index for index in order if self._will_be_reduced(parameters[index])]
+            before = [each.sharded_param.grad for each in parameters]
             post_backward(*unused)
+            if self._reduced != self._confirmed:
+                self._confirm(before, [each.sharded_param.grad for each in parameters])
 
         self._group.post_backward = noting_gradients
+
+    def _confirm(self, before: list[Any], after: list[Any]) -> None:
+        """Raise RuntimeError unless parameters got new gradients as expected, one after another."""
+        new = [i for i, each in enumerate(after) if each is not None and each is not before[i]]
+        order = [index for index in self._reduced or () if index in new]
+        shards = [after[index].to_local() for index in order]
+        places = [
+            (each.untyped_storage().data_ptr(), each.storage_offset()) for each in shards if each.numel()
+        ]
+        if len(order) < len(new) or any(
+            one[0] == other[0] and one > other for one, other in pairwise(places)
+        ):
+            raise RuntimeError(
+                f"FSDP2 reduced the gradients of {self.name} in another order than expected, or others. "
+                f"Likely cause: gradcomp.fsdp doesn't know torch {torch.__version__}"
+            )
+        if order == self._reduced:
+            self._confirmed = order
 
     def reduced(self, output: torch.Tensor, *, whole: bool = False) -> list[torch.Tensor]:
         """Return the (whole) placeholders of the gradients in a reduced tensor, in the tensor's order.
@@ -186,7 +221,7 @@ class ParamGroup:
         if not hasattr(parameter, "_unsharded_param"):
             return False  # its module has never run
         unsharded = parameter.unsharded_param
-        if unsharded.grad is not None or getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+        if unsharded.grad is not None or parameter.unsharded_accumulated_grad is not None:
             return True
         # After set_reduce_scatter_unused_params(True), since torch 2.13.
         return bool(getattr(self._group, "reduce_scatter_unused_params", False) and unsharded.requires_grad)
@@ -226,15 +261,14 @@ def param_groups_of(model: nn.Module) -> list[ParamGroup]:
 def call_after_backward(model: nn.Module, function: Callable[[], None]) -> None:
     """Call a function at the end of every backward of the model, when all gradients have been reduced."""
     for state in {id(state): state for _, _, state in _states_of(model)}.values():
-        for name in _ENDS:
-            if hasattr(state, name):
-                setattr(state, name, partial(_end, name, getattr(state, name), state, function))
+        for name in _ENDS[: 2 if _CALLER_MAY_END else 1]:
+            setattr(state, name, partial(_end, name, getattr(state, name), state, function))
 
 
 def _end(
     name: str, end: Callable[..., None], state: Any, function: Callable[[], None], **options: Any
 ) -> None:
-    is_manual = getattr(state._state_ctx, "manual_backward_finalization_active", False)
+    is_manual = _CALLER_MAY_END and state._state_ctx.manual_backward_finalization_active
     end(**options)
     if not is_manual or name == "finalize_backward":
         function()

@@ -56,6 +56,10 @@ class AllReduceHook:
             # It is of the reduce-scatter's stream. FSDP2 casts it and, before torch 2.15, frees it.
             output.record_stream(torch.cuda.current_stream(output.device))
 
+    def forget(self) -> None:
+        """Drop the gradients that are kept for a later backward."""
+        self._kept = None
+
     def _add_kept(self, output: torch.Tensor, parameters: list[torch.Tensor]) -> None:
         """Add the gradients kept by earlier backwards. Raises RuntimeError if they had other parameters."""
         assert self._kept is not None
@@ -103,17 +107,18 @@ def compress_replicas(
     groups = check_replicas(model, replicate_group, state)
     require_same_group(_WHOSE, replicate_group)
     require_agreement(_WHOSE, groups, replicate_group, options_of(state))
+    for group in groups:
+        group.module.reshard()
+    _copy_from_first(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
     if state is not None:
         named = [zip(group.names(model), group.placeholders, strict=True) for group in groups]
         state.number_parameters(chain.from_iterable(named))
         state.process_group = replicate_group
         state.shard_group = groups[0].shard_group
-    for group in groups:
-        group.module.reshard()
-    _copy_from_first(chain(model.parameters(), model.buffers()), replicate_group, groups[0].device)
     replicas = Averager(_WHOSE, state, replicate_group)
     for index, group in enumerate(groups):
-        group.install(AllReduceHook(index, group, replicas))
+        hook = AllReduceHook(index, group, replicas)
+        group.install(hook, hook.forget)
     call_after_backward(model, replicas.end_of_backward)
 
 

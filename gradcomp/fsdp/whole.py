@@ -31,7 +31,7 @@ def compress_fsdp(
     model: after fully_shard, called for the model itself, too.
     state: a QuantizationState for the gradients between shards. Its block_size and ranks_per_node are the
         weights', too.
-    weight_bits: 8 or 16; see compress_all_gather.
+    weight_bits: 8; see compress_all_gather.
     replica_state: for a 1-D shard mesh, the state whose process group averages between replicas; see
         compress_replicas. None: there are none, or they are of a 2-D mesh, and torch averages exactly.
     ignored: modules and parameters that are gathered exactly.

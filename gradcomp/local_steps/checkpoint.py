@@ -32,6 +32,7 @@ class SavedSteps:
         self._under_way, self._every = None, counts["every"]
         for name in _COUNTS:
             setattr(self, f"_{name}", counts[name])
+        self._num_begun = counts["num_exchanges"]
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -27,8 +27,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..comm.bucket import Hook, name_of
-from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
-from ..comm.process_group import device_for, resolve_group
+from ..comm.consistency import difference, require_all_ranks, require_same_on_all_ranks
+from ..comm.process_group import ExplainedError, device_for, ranks_of, resolve_group
 from ..comm.reduced_values import ReducedValues
 from ..compress import CompressorState
 from ..compress.sharing import furthest, take_over
@@ -50,7 +50,8 @@ class _Exchange:
     hooks_step: the hook's step, if it counts.
     moved: the pseudo-gradients, which become their averages.
     begun: the weights when it began; empty without a delay.
-    counts: the numbers of ranks that give something in the next exchange, and of those that do in this one.
+    counts: the numbers of ranks that mean to give something in the next exchange, and that do in this one;
+        then every rank's number of exchanges.
     """
 
     hooks_step: int | None
@@ -117,7 +118,7 @@ class LocalSteps(SavedSteps):
         numels = {name: each.numel() for name, each in self._own.params.items()}
         require_numbers(every, fragments, delay, len(numels))
         self._every, self._delay, self._fragments = every, delay, _divided(numels, fragments)
-        self._num_since = self._num_exchanges = self._num_active = 0
+        self._num_since = self._num_exchanges = self._num_begun = self._num_active = 0
         self._under_way: _Exchange | None = None
         self._common = CommonWeights(self._own.params, outer_optimizer)
         self._keys = self._own.keys()
@@ -148,6 +149,9 @@ class LocalSteps(SavedSteps):
 
         Raises RuntimeError if the model has other trainable parameters than at construction, and the errors
         of a failed exchange. What a rank has learned then stays in its weights, for the next exchange.
+
+        After an error call regroup() on every rank. An exchange that failed on one rank alone leaves it with
+        other common weights: until then the later ones raise RuntimeError on every rank.
         """
         self._num_since += 1
         if (exchange := self._under_way) is not None:
@@ -181,7 +185,7 @@ class LocalSteps(SavedSteps):
             exchange = self._finished()
             if keeps_errors:
                 self._state.undo_step(exchange.hooks_step)
-        self._num_since = 0
+        self._num_since, self._num_begun = 0, self._num_exchanges
         self._common.load(self._own.params)
 
     @torch.inference_mode(False)
@@ -278,44 +282,67 @@ class LocalSteps(SavedSteps):
         gives_again: whether it takes part in the next exchange.
         """
         self._own.require_unchanged()
-        fragment = self._num_exchanges % len(self._fragments)
-        weights = self._own.local(self._fragments[fragment])
+        weights = self._own.local(self._fragments[self._num_begun % len(self._fragments)])
         moved = self._common.minus(weights)
-        # Ranks that have joined give zeros, and don't count. Errors, of earlier exchanges, count as ever.
-        torch._foreach_mul_(list(moved.values()), self._group.size() / self._num_active)
         begun = {name: each.clone() for name, each in weights.items()} if self._delay else {}
-        what, given = "count the ranks that still train by local steps", [float(gives_again), float(gives)]
+        numbers = [self._num_exchanges * (i == self._group.rank()) for i in range(self._group.size())]
+        what, given = "count the ranks that still train by local steps", [gives_again, gives, *numbers]
         counts = ReducedValues(what, given, [self._group], self._device, dist.ReduceOp.SUM)
-        sent = {name: each for name, each in moved.items() if each.numel()}
+        self._num_begun += 1
         hooks_step = getattr(self._state, "iter", None)
         with _taking_back(self._state, hooks_step):
-            averaging = Averaging(
-                *(list(sent.values()), self._hook, self._state, self._process_group),
-                parameters=[self._keys[name] for name in sent],
-                indices=(fragment, len(self._fragments)),
-                waits_at_once=self._delay == 0,
-            )
+            averaging = self._averaging(moved, self._group.size() / self._num_active)
         self._under_way = _Exchange(hooks_step, moved, begun, averaging, counts)
 
+    def _averaging(self, moved: Tensors, factor: float) -> Averaging:
+        """Multiply pseudo-gradients of the fragment begun last, and begin to average them over the group.
+
+        factor: makes the average one over the ranks that count. Those that have joined give zeros. Errors, of
+            earlier exchanges, count as ever.
+        """
+        torch._foreach_mul_(list(moved.values()), factor)
+        sent = {name: each for name, each in moved.items() if each.numel()}
+        num_fragments = len(self._fragments)
+        return Averaging(
+            *(list(sent.values()), self._hook, self._state, self._process_group),
+            parameters=[self._keys[name] for name in sent],
+            indices=((self._num_begun - 1) % num_fragments, num_fragments),
+            waits_at_once=self._delay == 0,
+        )
+
     def _finished(self) -> _Exchange:
-        """Wait for the exchange under way, which ends, and return it."""
+        """Wait for the exchange under way, which ends, and return it.
+
+        Raises ExplainedError on every rank if one has not completed the exchanges that another one has.
+        """
         exchange, self._under_way = self._under_way, None
         assert exchange is not None
         with _taking_back(self._state, exchange.hooks_step):
             exchange.averaging.wait()
-            self._num_active = round(exchange.counts.wait()[0])
+            _, _, *numbers = map(round, exchange.counts.wait())
+            if text := difference("the number of completed exchanges", numbers, ranks_of(self._group)):
+                raise ExplainedError(
+                    f"LocalSteps can't average: {text}, so their common weights differ. Likely cause: an "
+                    "exchange failed on some ranks alone, which went on. Call regroup() on every rank"
+                )
         return exchange
 
     def _apply(self) -> None:
         """Take the outer step with the exchange under way."""
         exchange = self._finished()
+        num_active, num_gave, *_ = map(round, exchange.counts.wait())
+        if 0 < num_gave < self._num_active:  # ranks that meant to give something have joined
+            rest = self._common.minus(exchange.begun or self._own.local(exchange.moved))
+            size = self._group.size()
+            self._averaging(rest, size / num_gave - size / self._num_active).wait()
+            torch._foreach_add_(list(exchange.moved.values()), list(rest.values()))
         now = {name: each.clone() for name, each in self._own.local(exchange.begun).items()}
-        if exchange.counts.wait()[1]:
+        if num_gave:
             self._common.step(exchange.moved)
         else:  # errors alone: no rank has learned anything, and momentum would go on by itself
             for name, each in self._common.local(exchange.moved).items():
                 each -= exchange.moved[name]
-        self._num_exchanges += 1
+        self._num_exchanges, self._num_active = self._num_exchanges + 1, num_active
         self._own.write(self._common.local(exchange.moved))
         for name, weight in self._own.local(now).items():  # what this rank has learned during the exchange
             weight += now[name] - exchange.begun[name]

@@ -15,7 +15,7 @@ ALIGNMENT_BYTES = 16  # of each dtype's part: the size of the largest element
 
 def broadcast_coalesced(tensors: Iterable[torch.Tensor], src: int, group: dist.ProcessGroup) -> None:
     """Copy the tensors of the group's rank src to all its ranks, in place, in few broadcasts."""
-    for chunk in _chunks(tensors):
+    for chunk in list(_chunks(tensors)):
         _Chunk(chunk).broadcast(chunk, src, group)
 
 
@@ -55,6 +55,8 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     chunk: list[torch.Tensor] = []
     num_bytes = 0
     for tensor in tensors:
+        if tensor.layout != torch.strided or 0 in tensor.stride():
+            _require_writable(tensor)
         if chunk and (num_bytes + tensor.nbytes > BROADCAST_BYTES or tensor.device != chunk[0].device):
             yield chunk
             chunk, num_bytes = [], 0
@@ -62,6 +64,19 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         num_bytes += tensor.nbytes
     if chunk:
         yield chunk
+
+
+def _require_writable(tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that no copy can fill: a sparse one, or one that repeats elements."""
+    kind = str(tensor.layout)
+    if tensor.layout == torch.strided:
+        if all(stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            return
+        kind = f"expanded, with strides {list(tensor.stride())}"
+    raise ValueError(
+        f"a parameter or buffer of shape {list(tensor.shape)} in {tensor.dtype} is {kind}: gradcomp can't "
+        "copy one rank's values into it. Give the model a dense tensor: .contiguous() or .to_dense()"
+    )
 
 
 class _Chunk:

@@ -11,10 +11,8 @@ from torch.nn.functional import pad
 LARGEST_CODE, LARGEST_IN_BF16 = 127, torch.finfo(torch.bfloat16).max
 
 
-def rounded(values, bits, block_size):
-    """Quantize and dequantize a flat tensor: to bf16, or to 8 bits with a scale for each block."""
-    if bits == 16:
-        return values.bfloat16().to(values.dtype)
+def rounded(values, block_size):
+    """Quantize and dequantize a flat tensor: to 8 bits with a scale for each block."""
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     blocks = pad(wide, (0, -len(values) % block_size)).view(-1, block_size)
     least = (blocks.abs().amax(1, keepdim=True) / LARGEST_CODE).float()
@@ -43,10 +41,10 @@ class RoundedAllGather:
     num_rounded: all-gathers so far in which rounding changed the shard.
     """
 
-    def __init__(self, module, bits, block_size, ignored=()):
+    def __init__(self, module, block_size, ignored=()):
         group = group_of(module)
         self._torchs, self._size = group._all_gather_comm, group.mesh_info.shard_process_group.size()
-        self._parameters, self._bits, self._block_size = group.fsdp_params, bits, block_size
+        self._parameters, self._block_size = group.fsdp_params, block_size
         parameters = [each.parameters() if isinstance(each, nn.Module) else [each] for each in ignored]
         self._ignored = {id(each) for each in chain.from_iterable(parameters)}
         self.num_rounded = 0
@@ -65,21 +63,21 @@ class RoundedAllGather:
     def _rounds(self, dtype):
         if any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in self._parameters):
             return False
-        return dtype.is_floating_point and 8 * dtype.itemsize > self._bits
+        return dtype.is_floating_point
 
     def _rounded(self, shard, parameter):
         is_exact = len(parameter.padded_sharded_param_size) < 2 or len(shard) < self._block_size
         if is_exact or id(parameter.sharded_param) in self._ignored:
             return shard
-        return rounded(shard, self._bits, self._block_size)
+        return rounded(shard, self._block_size)
 
 
-def round_all_gathers(model, bits, block_size, ignored=()):
+def round_all_gathers(model, block_size, ignored=()):
     """Install RoundedAllGather in every FSDP module. Returns them."""
     installed = {}
     for module in model.modules():
         group = group_of(module) if isinstance(module, FSDPModule) else None
         if group is not None and id(group) not in installed:
-            installed[id(group)] = RoundedAllGather(module, bits, block_size, ignored)
+            installed[id(group)] = RoundedAllGather(module, block_size, ignored)
             module.set_custom_all_gather(installed[id(group)])
     return list(installed.values())

@@ -34,6 +34,16 @@ def accumulate_in_grad(model, rank, number):
         step(model, rank, 2 * number + part)
 
 
+def give_up(model, rank, number):
+    """Run a first backward of an accumulation, and give it up as after an error."""
+    model.set_requires_all_reduce(False)
+    step(model, rank, number + 100)
+    model.reset_iter_state()
+    model.zero_grad()
+    model.set_requires_all_reduce(True)
+    step(model, rank, number)
+
+
 def clip(model, rank, number):
     step(model, rank, number)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
@@ -80,6 +90,18 @@ def by_columns(parameter):
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
 
 
+class ComplexNet(torch.nn.Module):
+    """Complex parameters, whose last shards are shorter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(7, 12, dtype=torch.complex64))
+        self.bias = torch.nn.Parameter(torch.randn(7, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x.to(torch.complex64), self.weight, self.bias).abs()
+
+
 def layers_in_one_group(mesh):
     model = Net()
     fully_shard(list(model.layers), mesh=mesh)
@@ -121,8 +143,11 @@ SCENARIOS = {
     "another divisor": (lambda mesh: divided_by(sharded(mesh), 2.0), step),
     "sharded by columns": (partial(sharded, shard_placement_fn=by_columns), step),
     "several modules in one group": (layers_in_one_group, step),
+    "complex parameters": (lambda mesh: fully_shard(ComplexNet(), mesh=mesh), step),
     "offloaded": (partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False)), step),
 }
+if hasattr(FSDPModule, "reset_iter_state"):  # since torch 2.13
+    SCENARIOS["an accumulation that is given up"] = (sharded, give_up)
 if hasattr(FSDPModule, "set_manual_backward_finalization"):  # since torch 2.15
     SCENARIOS["backwards that the caller finalizes"] = (sharded, finalize)
 

@@ -37,7 +37,7 @@ def compress_twice(grid):
 
 def compress_beside_the_users(grid):
     model = sharded(grid.shards)
-    round_all_gathers(model.layers[1], 8, 16)
+    round_all_gathers(model.layers[1], 16)
     compress_all_gather(model)
 
 
@@ -111,8 +111,9 @@ REFUSED = {
         ValueError,
         "compress_all_gather: the model had DTensors before fully_shard, as with tensor parallelism",
     ),
-    "4 bits": (lambda g: compress(g, bits=4), ValueError, "bits is 4, but must be 8 or 16"),
-    "text": (lambda g: compress(g, bits="8"), ValueError, "bits is '8', but must be 8 or 16"),
+    "4 bits": (lambda g: compress(g, bits=4), ValueError, "bits is 4, but must be 8; for 16 use torch"),
+    "16 bits": (lambda g: compress(g, bits=16), ValueError, r"bits is 16, .*param_dtype=torch\.bfloat16"),
+    "text": (lambda g: compress(g, bits="8"), ValueError, "bits is '8', but must be 8"),
     "an odd block": (lambda g: compress(g, block_size=7), ValueError, "block_size is 7, but must be an even"),
     "no block": (lambda g: compress(g, block_size=0), ValueError, "block_size is 0, but must be an even"),
     "no nodes": (lambda g: compress(g, ranks_per_node=0), ValueError, "ranks_per_node is 0; it must be"),
@@ -142,7 +143,7 @@ REFUSED = {
     "4 bits of weights": (
         lambda g: compress_whole(g, weight_bits=4),
         ValueError,
-        "weight_bits is 4, but must be 8 or 16",
+        "weight_bits is 4, but must be 8",
     ),
     "PowerSGD between shards": (
         lambda g: compress_whole(g, PowerSGDState(None)),
@@ -207,7 +208,6 @@ def differ(rank, odd_rank, what, mesh_name):
     mesh = grid.mesh if mesh_name == "HSDP" else new_grid(1, 4).shards
     model = sharded(mesh, model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     options = {
-        "bits": {"bits": 16},
         "block_size": {"block_size": 64},
         "ignored": {"ignored": [model.embed.weight]},
         "nodes": {"ranks_per_node": 2},
@@ -218,7 +218,6 @@ def differ(rank, odd_rank, what, mesh_name):
 
 
 DIFFERENCES = {
-    "bits": (3, "bits.*16"),
     "block_size": (1, "block_size.*64"),
     "ignored": (2, r"ignored.*embed\.weight"),
     "nodes": (0, "ranks_per_node.*2"),

@@ -31,7 +31,7 @@ FORMS = {
 }
 
 
-def train_both(rank, form, weight_bits):
+def train_both(rank, form):
     """Train with compress_fsdp, and with its parts. Returns whether weights are equal, and what is logged."""
     grid, (mesh_of, options, of_replicas) = new_grid(), FORMS[form]
     results = []
@@ -43,16 +43,13 @@ def train_both(rank, form, weight_bits):
             replica_state.process_group = grid.replicas
         if is_whole:
             with Messages("gradcomp") as lines:
-                compress_fsdp(
-                    model, state, weight_bits, replica_state=replica_state, ignored=[model.layers[0]]
-                )
+                compress_fsdp(model, state, replica_state=replica_state, ignored=[model.layers[0]])
         else:
             if replica_state is not None:
                 compress_replicas(model, grid.replicas, replica_state)
             compress_reduce_scatter(model, state)
-            compress_all_gather(
-                model, weight_bits, 16, ignored=[model.layers[0]], ranks_per_node=state.ranks_per_node
-            )
+            given = {"ignored": [model.layers[0]], "ranks_per_node": state.ranks_per_node}
+            compress_all_gather(model, 8, 16, **given)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         for number in range(2):
             optimizer.zero_grad()
@@ -64,17 +61,17 @@ def train_both(rank, form, weight_bits):
 
 def test_it_does_what_its_parts_do(run_ranks):
     forms = everyday(["hierarchical", "HSDP", "int4 between replicas"], list(FORMS))
-    cases = [(form, 16 if form == "hierarchical" else 8) for form in forms]
+    cases = [(form,) for form in forms]
     ranks = run_ranks(run_cases, RANKS, train_both, cases, timeout_s=240)
     for results in ranks:
         assert [is_same for is_same, _ in results] == [True] * len(cases)
-    lines = {form: line for (form, _), (_, line) in zip(cases, ranks[0], strict=True)}
+    lines = {form: line for (form,), (_, line) in zip(cases, ranks[0], strict=True)}
     # The shards of the embedding have 9 × 12 elements and 9 of the bias.
     first = (
         "INFO compress_fsdp: embed: weights in {} bits: 108 of 117 elements of a shard; "
         "gradients in {} bits: {}; {}"
     )
-    assert first.format(16, 8, 108, "no replicas") in lines["hierarchical"]
+    assert first.format(8, 8, 108, "no replicas") in lines["hierarchical"]
     # Between two replicas they have 17 rows. Gradients in 16 bits are all of them.
     first = first.replace("117", "221").replace("108", "204")
     assert first.format(8, 16, 221, "torch averages replicas") in lines["HSDP"]
@@ -110,7 +107,7 @@ def load_run(rank, folder):
             compress_fsdp(run.model, run.state)
         else:
             compress_reduce_scatter(run.model, run.state)
-            round_all_gathers(run.model, 8, 16)
+            round_all_gathers(run.model, 16)
         run.load(folder)
         load_from_dcp(run.state, folder, "codes")
         loaded = whole_weights(run)

@@ -1,7 +1,10 @@
 """Test what compress_replicas refuses, and that one rank's error reaches all ranks."""
 
 import re
+import subprocess
+import sys
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -9,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import Shard
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.compress import CompressorState
-from gradcomp.fsdp import compress_replicas
-from gradcomp.fsdp.param_groups import ParamGroup
+from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
+from gradcomp.fsdp.param_groups import ParamGroup, param_groups_of
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.fsdp.models import RANKS, Exact, Net, batch_of, new_grid, sharded
@@ -273,16 +276,53 @@ def test_other_parameters_after_a_backward_that_was_not_averaged(run_ranks):
         assert re.search("the model has gradients of 3 parameters now, but of 2 in the last backward", text)
 
 
-def unknown_layout(rank):
-    grid = new_grid()
-    model = sharded(grid.shards)
-    compress_replicas(model, grid.replicas)
-    ParamGroup._will_be_reduced = lambda self, parameter: True
-    with pytest.raises(RuntimeError) as caught:
-        step(model, rank, 0)
-    return str(caught.value)
+def unknown_layouts(rank):
+    """Take a step with a torch that reduces fewer gradients, or in another order; return the errors."""
+    grid, reduce, texts = new_grid(), _fsdp_param_group.foreach_reduce, []
+
+    def reduce_backwards(parameters, gradients, *rest):
+        return reduce(parameters[::-1], gradients[::-1], *rest)
+
+    for owner, name, other in (
+        (ParamGroup, "_will_be_reduced", lambda self, parameter: True),
+        (_fsdp_param_group, "foreach_reduce", reduce_backwards),
+    ):
+        model = sharded(grid.shards)
+        compress_replicas(model, grid.replicas)
+        with mock.patch.object(owner, name, other), pytest.raises(RuntimeError) as caught:
+            step(model, rank, 0)
+        texts.append(str(caught.value))
+    return texts
 
 
 def test_a_torch_that_reduces_something_else_is_noticed(run_ranks):
-    for text in run_ranks(unknown_layout, RANKS):
-        assert re.search(r"FSDP2 reduced \d+ elements of the model, .* doesn't know torch", text)
+    for fewer, backwards in run_ranks(unknown_layouts, RANKS):
+        assert re.search(r"FSDP2 reduced \d+ elements of the model, .* doesn't know torch", fewer)
+        assert re.search(r"gradients of .* in another order than expected.* doesn't know torch", backwards)
+
+
+def moved_names(rank):
+    grid = new_grid()
+    for name in ("shard_process_group", "replicate_process_group"):
+        model = sharded(grid.mesh)
+        delattr(param_groups_of(model)[0]._group.mesh_info, name)
+        with pytest.raises(AttributeError, match=name):
+            compress_reduce_scatter(model, QuantizationState())
+    model, end = sharded(grid.shards), "_root_post_backward_final_callback"
+    delattr(_fsdp_state.FSDPState, end)
+    with pytest.raises(AttributeError, match=end):
+        compress_replicas(model, grid.replicas)
+
+
+def test_what_torch_has_moved_is_named(run_ranks):
+    run_ranks(moved_names, RANKS)
+    program = """
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+del _fsdp_collectives._get_gradient_divide_factors
+import gradcomp
+import gradcomp.local_steps
+import gradcomp.fsdp
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "line 6, in <module>" in found.stderr
+    assert "cannot import name '_get_gradient_divide_factors'" in found.stderr

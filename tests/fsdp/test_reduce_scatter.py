@@ -25,6 +25,7 @@ REDUCTIONS = {
     "accumulated after the reduce-scatter": 3,
     "accumulated in a narrower dtype": 3,
     "accumulated in .grad": 2,
+    "an accumulation that is given up": 2,
 }
 # Torch sums in the reduce dtype, gradcomp in fp32.
 ROUNDINGS = {

@@ -1,13 +1,16 @@
-"""Test what training loops do with a sharded model besides: compile, clip, and export all weights."""
+"""Test what training loops do with a sharded model besides: compile, clip, export, recover from errors."""
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from gradcomp.fsdp import compress_replicas
+from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
 from gradcomp.hooks.quantization_hooks import QuantizationState
-from tests.fsdp.models import RANKS, Net, batch_of, new_grid, sharded, weights
+from tests.fsdp.models import RANKS, Net, batch_of, by_parameter, gradients, new_grid, sharded, weights
+from tests.fsdp.scenarios import step
+from tests.reducer.models import run_cases
 
 CLIPPED = 1.0
 
@@ -54,3 +57,49 @@ def test_clipping_and_export_of_all_weights(run_ranks, compiles):
             assert torch.equal(ours, theirs)
     plain, in_shards = ranks[0][4]
     assert torch.allclose(plain, in_shards, atol=1e-6)
+
+
+def abort(rank, aborts, undoes):
+    """Take steps, with a backward that fails in between. Returns the last gradients, errors and counts."""
+    grid, fails = new_grid(), []
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model.head, mesh=grid.shards)  # torch keeps what it has not reduced, such as the root's
+    sharded(grid.shards, model)
+    states = [QuantizationState(None, bits=4, block_size=16) for _ in range(2)]
+    compress_reduce_scatter(model, states[0])
+    compress_replicas(model, grid.replicas, states[1])
+
+    def fail(gradient):
+        if fails:
+            raise OSError(fails.pop())
+
+    model.layers[0].register_forward_hook(lambda module, given, out: out.register_hook(fail) and None)
+    for state in states:
+        state.keep_undo = True
+    for number in range(6):
+        before = [state.iter for state in states]
+        if aborts and number == 4:
+            fails.append("in the middle of backward")
+            with pytest.raises(OSError, match="in the middle"):
+                step(model, rank, 100)
+            model.reset_iter_state()
+            for state, num_steps in zip(states, before, strict=True):
+                if undoes:
+                    state.undo_step(num_steps)
+        model.zero_grad()
+        step(model, rank, number)
+    found = [each for each in gradients(model) if each is not None]
+    return found, *map(by_parameter, states), [state.iter for state in states]
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="since torch 2.13")
+def test_undo_step_takes_back_a_backward_that_fails(run_ranks):
+    cases = [(False, False), (True, True), (True, False)]
+    for whole, undone, left in run_ranks(run_cases, RANKS, abort, cases):
+        assert whole[3] == undone[3] == [6, 6]
+        assert left[3] == [7, 7]
+        for one, other in zip(whole[:3], undone[:3], strict=True):
+            names = one if isinstance(one, dict) else range(len(one))
+            assert all(torch.equal(one[name], other[name]) for name in names)
+        assert not all(map(torch.equal, whole[0], left[0]))

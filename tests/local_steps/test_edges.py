@@ -97,8 +97,7 @@ def test_nothing_is_lost_when_ranks_have_joined(name, options):
                 for own in (moves, *(m for _, m, *_ in joined))
                 if exchange < len(own)
             ]
-            # The others give nothing in their last exchange, in join(), and don't count from then on.
-            active = 3 if exchange <= 5 else 1
+            active = 3 if exchange <= 4 else 1  # the others join after the fifth exchange
             expected[each] += sum(given, start=torch.zeros(16, 16)) / active
             held = sum(
                 e.get(each, torch.zeros(1))

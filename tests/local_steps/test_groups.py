@@ -1,5 +1,6 @@
 """LocalSteps whose group changes: ranks that are lost between exchanges or in one, and ranks that join."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -139,9 +140,10 @@ def test_a_rank_is_lost_in_an_exchange(run_ranks):
         assert all(map(torch.equal, ours, theirs))
 
 
-def misses_the_end(rank):
+def misses_the_end(rank, fragments, goes_on):
     """The last exchange ends with an error on rank 1 only."""
-    model, local_steps = made(0, "int4", dist.group.WORLD, every=2)
+    group = dist.group.WORLD
+    model, local_steps = made(0, "int4", group, every=2 * fragments, fragments=fragments)
     learn(model, local_steps, rank, range(3))
     finished = local_steps._finished
 
@@ -157,15 +159,30 @@ def misses_the_end(rank):
     else:
         learn(model, local_steps, rank, range(3, 4))
     assert num_exchanges(local_steps) == 2 - rank
-    local_steps.regroup(dist.group.WORLD)
-    after = weights(model)
-    learn(model, local_steps, rank, range(4, 8))
-    return after, weights(model), num_exchanges(local_steps)
+    for number in range(4, 8) if goes_on else ():
+        with (
+            pytest.raises(RuntimeError, match="exchanges is 2 on rank 0 and 1 on rank 1")
+            if number % 2
+            else nullcontext()
+        ):
+            learn(model, local_steps, rank, [number])
+    local_steps.regroup(group)
+    after = [] if goes_on or fragments > 1 else weights(model)
+    learn(model, local_steps, rank, range(8, 12))
+    found = num_exchanges(local_steps)
+    local_steps.join()
+    return after, weights(model), found
+
+
+MISSED = [(1, False), (1, True), (2, True), (3, True)]
 
 
 def test_a_rank_that_misses_the_end_of_an_exchange_takes_it_over(run_ranks):
-    for one, other in zip(*run_ranks(misses_the_end, 2), strict=True):
-        assert one == 4 == other if isinstance(one, int) else all(map(torch.equal, one, other))
+    """If the ranks go on without regroup(), every exchange fails on both of them."""
+    for one, other in zip(*run_ranks(run_cases, 2, misses_the_end, MISSED), strict=True):
+        assert one[2] == 4 == other[2]
+        for ours, theirs in zip(one[:2], other[:2], strict=True):
+            assert all(map(torch.equal, ours, theirs))
 
 
 def go_on_apart(rank, name):

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,6 +55,22 @@ def test_assorted_tensors(run_group):
                 for got, want in zip(results[index], expected, strict=True):
                     assert got.dtype == want.dtype
                     assert torch.equal(got, want)
+
+
+def refuse(rank):
+    """Broadcast a tensor after another one, of which nothing may be sent."""
+    broadcast.BROADCAST_BYTES = 1
+    expanded, sparse = torch.ones(1).expand(4), torch.eye(3).to_sparse()
+    for tensor, message in ((expanded, r"\[4\] in .* expanded, with strides \[0\]"), (sparse, "sparse_coo")):
+        for copy_all in (broadcast_coalesced, RepeatedBroadcast()):
+            first = torch.full((2,), float(rank))
+            with pytest.raises(ValueError, match=message):
+                copy_all([first, tensor], 0, dist.group.WORLD)
+            assert first.eq(rank).all()
+
+
+def test_sparse_and_expanded_tensors_are_refused_on_every_rank(run_group):
+    run_group(refuse)
 
 
 class Operators(TorchDispatchMode):
