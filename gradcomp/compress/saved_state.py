@@ -160,7 +160,8 @@ class SavedState(ConfiguredState):
         factor: the new scale divided by the old scale. A factor of 1 does nothing.
 
         AMP's GradScaler multiplies losses by a scale, so gradients and errors have that scale, too. The
-        GradScaler changes its scale now and then. Call this after scaler.update(), on every rank.
+        GradScaler changes its scale now and then. Call this after scaler.update(), on every rank; after a
+        skipped step call undo_step first. gradcomp.frameworks.CommHook.follow does both.
 
         Raises ValueError for a factor that is not finite and positive.
 

@@ -46,6 +46,8 @@ class CommHook:
         self._registered_on: weakref.ref[nn.Module] | None = None
         # The gradients' scale when the errors were left; None until follow() or a checkpoint tells.
         self._scale: float | None = None
+        # At the last follow(): the scaler, its record of optimizers' overflows, and the step's number.
+        self._followed: tuple[Any, dict[int, Any] | None, int] = (None, None, 0)
 
     def register(self, model: nn.Module) -> None:
         """Register the hook on the DistributedDataParallel, torch's or ours, that a model is or contains.
@@ -85,6 +87,7 @@ class CommHook:
         """
         if not (self.has_memory and dist.is_initialized()):
             return {}
+        self._take_back_skipped()
         scale = {} if self._scale is None else {SCALE: self._scale}
         return consolidated_state_dict(self.state) | scale
 
@@ -108,19 +111,24 @@ class CommHook:
         self._scale = scale
 
     def follow(self, scaler: Any) -> None:
-        """Rescale the errors to a GradScaler's scale: the gradients' scale in the coming backward.
+        """Follow a GradScaler: take back the step that it skipped, and rescale the errors to its scale.
 
-        scaler: has get_scale(); None if gradients aren't scaled.
+        scaler: has get_scale(), the gradients' scale in the coming backward; None if gradients aren't scaled.
 
         Call this at the beginning of every step, from the first one on, and after loading a checkpoint. Then
         errors and gradients have one scale in every step, though updates, checkpoints or the program change
         the scaler. Errors loaded without a scale, by the state's own load_state_dict, are taken to have the
         scale of the first call.
 
+        It sets the state's keep_undo. torch's GradScaler skips a step if gradients aren't finite: errors,
+        directions and the number of steps are then again what they were before that step's last backward. If
+        several optimizers step between two updates, that is done where all of them skipped.
+
         Raises RuntimeError if steps were averaged before the first call: their errors' scale is unknown.
         """
         if not self.has_memory:
             return
+        self._take_back_skipped()  # before rescaling: what was kept has the old scale
         scale, before = 1.0 if scaler is None else scaler.get_scale(), self._scale
         if before is not None:
             self.state.rescale_errors(scale / before)
@@ -131,3 +139,22 @@ class CommHook:
                 "only. Call comm_hook.follow(scaler) at the beginning of every step, before backward"
             )
         self._scale = scale
+        overflows = getattr(scaler, "_per_optimizer_states", None)  # a disabled scaler has none
+        self._followed = scaler, overflows, self.state.iter
+        if overflows is not None:
+            self.state.keep_undo = True
+
+    def _take_back_skipped(self) -> None:
+        """Take the step after the last follow() back, if the scaler has made its optimizers skip it.
+
+        The scale doesn't tell: a program may set it, or keep it from falling, and one optimizer may skip
+        while another steps. An update replaces the scaler's record by a new one, so the old one can be read
+        here. It holds for each optimizer how many devices found inf or NaN, the same on every rank. The
+        update has added the other optimizers' numbers to the first one's.
+        """
+        scaler, overflows, step = self._followed
+        if not overflows or overflows is scaler._per_optimizer_states:
+            return
+        counts = [sum(map(float, each["found_inf_per_device"].values())) for each in overflows.values()]
+        if all(counts) and counts[0] > sum(counts[1:]):
+            self.state.undo_step(step)

@@ -128,50 +128,72 @@ SIZE = 32
 class Run:
     """Training with a scaler that doubles its scale in every update.
 
-    owed: sum over the steps of the mean gradient minus the average, without the scale.
+    optimizers: the names of the parameters that each optimizer has.
+    scale: the program sets this scale after every update.
+    owed: sum over the steps of weight's mean gradient minus its average, without the scale.
     """
 
-    def __init__(self, rank, name):
+    def __init__(self, rank, name, optimizers=(("weight", "bias"),), scale=None):
         make, hook = HOOKS[name]
         self.rank, self.comm_hook = rank, CommHook(make(), hook)
-        self.module = nn.Linear(SIZE, SIZE, bias=False)
+        self.module = nn.Linear(SIZE, SIZE)
         self.model = DistributedDataParallel(self.module)
         self.comm_hook.register(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.optimizers = [
+            torch.optim.SGD([getattr(self.module, each) for each in names], lr=0.0) for names in optimizers
+        ]
+        self.scale = scale
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
         self.owed = torch.zeros(SIZE, SIZE, dtype=torch.float64)
 
-    def step(self, seed):
-        """Take a step with different random gradients on every rank."""
+    def step(self, seed, overflows=False):
+        """Take a step with different random gradients on every rank; bias's may overflow on the last rank."""
         gradients = [
             torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(100 * seed + rank))
             for rank in range(2)
         ]
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         loss = (self.model(torch.eye(SIZE)) * gradients[self.rank].t()).sum()
+        if overflows and self.rank == 1:
+            loss = loss + torch.inf * self.module.bias[0]
         self.scaler.scale(loss).backward()
-        self.owed += sum(gradients).double() / 2 - self.module.weight.grad.double() / self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
+        if not overflows or len(self.optimizers) > 1:  # weight's own optimizer steps
+            average = self.module.weight.grad.double() / self.scaler.get_scale()
+            self.owed += sum(gradients).double() / 2 - average
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
         self.scaler.update()
+        if self.scale is not None:
+            self.scaler.update(self.scale)
 
     def lost(self):
         """Return the norm of the gradients missing in averages and errors, relative to a step's gradient."""
         self.comm_hook.follow(self.scaler)
-        error = error_in(self.comm_hook.state_dict()).view(SIZE, SIZE).double()
+        error = self.comm_hook.state_dict()["parameters"]["weight"]["error"].double()
         return ((self.owed - error / self.scaler.get_scale()).norm() / SIZE).item()
 
 
-def followed(rank, name):
-    run = Run(rank, name)
-    for seed in range(6):
+def followed(rank, name, options):
+    run = Run(rank, name, **options)
+    for seed in range(8):
         run.comm_hook.follow(run.scaler)
-        run.step(seed)
-    return run.lost()
+        run.step(seed, overflows=seed in (4, 6, 7))
+    return run.lost(), run.comm_hook.state.iter
 
 
+@pytest.mark.parametrize(
+    ("options", "num_skipped"),
+    [
+        ({}, 3),
+        ({"scale": 2.0**16}, 3),  # which never falls
+        ({"optimizers": (("weight",), ("bias",))}, 0),  # one of which steps
+        ({"optimizers": (("bias",), ("weight",))}, 0),
+    ],
+)
 @pytest.mark.parametrize("name", HOOKS)
-def test_errors_follow_a_scaler_from_its_first_change_on(run_ranks, name):
-    assert max(run_ranks(followed, 2, name)) < 1e-5
+def test_errors_follow_a_scaler_and_the_steps_that_it_skips(run_ranks, name, options, num_skipped):
+    for lost, num_steps in run_ranks(followed, 2, name, options):
+        assert (lost < 1e-5, num_steps) == (True, 8 - num_skipped)
 
 
 def followed_after_a_resume(rank, name, scale):
@@ -179,7 +201,7 @@ def followed_after_a_resume(rank, name, scale):
     first, second = Run(rank, name), Run(rank, name)
     for seed in range(4):
         first.comm_hook.follow(first.scaler)
-        first.step(seed)
+        first.step(seed, overflows=seed == 3)
     # The state is saved after the scaler's update, before the next call of follow.
     second.comm_hook.load_state_dict(first.comm_hook.state_dict())
     second.owed = first.owed
