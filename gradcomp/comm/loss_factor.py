@@ -23,8 +23,8 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     that is a mean by this rank's count, too. Every rank of the group must call this once per step: it is an
     all-reduce of one element.
 
-    Returns a float for a number. For a tensor it returns one on the tensor's device, in float32 for an integer
-    and in float64 for other counts, and on CUDA the host doesn't wait.
+    Returns a float for a number. For a tensor it returns one on the tensor's device, float32 for an integer
+    count, otherwise float64, and on CUDA the host doesn't wait.
 
     Raises TypeError for anything but a real number, ValueError if it is negative or not finite; ValueError on
     all other ranks, too, and on all ranks if the counts' mean is below 6e-309: the factor would be infinite.

@@ -46,14 +46,11 @@ class PowerSGDPlan:
         wire_dtype: torch.dtype | None = None,
         shares_scratch: bool = False,
     ):
-        self.layout = layout
-        self._dtype, self._device, self._feedback = dtype, device, error_feedback
-        wire_dtype = wire_dtype or dtype
-        self._work = work = PowerSGDWork(layout, dtype.itemsize, wire_dtype.itemsize)
-        p_numels, q_numels = (
-            [wire_stride(getattr(each, side), wire_dtype.itemsize) * each.rank for each in layout.matrices]
-            for side in ("rows", "cols")
-        )
+        self.layout, self._dtype, self._device, self._feedback = layout, dtype, device, error_feedback
+        size, matrices = (wire_dtype := wire_dtype or dtype).itemsize, layout.matrices
+        self._work = work = PowerSGDWork(layout, dtype.itemsize, size)
+        p_numels = [wire_stride(each.rows, size) * each.rank for each in matrices]
+        q_numels = [wire_stride(each.cols, size) * each.rank for each in matrices]
         self.wire_numels = (p_numels, work.p_wire_numel - work.uncompressed_start, q_numels)
         self._bucket = PowerSGDBucket(
             work, dtype, wire_dtype, device,

@@ -100,7 +100,10 @@ def train_with(cls, rank, hooks, name):
     torch.manual_seed(0)
     model = MLP()
     ddp = cls(model)  # one bucket, which both wrappers fill in the same order
-    ddp.register_comm_hook(*hooks()[name])
+    state, hook = hooks()[name]
+    if hasattr(state, "number_parameters"):  # random directions depend on names
+        state.number_parameters(model.named_parameters())
+    ddp.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     results = []
     for step in range(5):
@@ -127,6 +130,8 @@ def train_complex(cls, rank, name):
         "torch's allreduce": (None, torch_default.allreduce_hook),
         "torch's fp16": (None, torch_default.fp16_compress_hook),
     }.get(name)
+    if name == "powerSGD":  # random directions depend on names
+        hook[0].number_parameters(model.named_parameters())
     if hook is not None:
         ddp.register_comm_hook(*hook)
     generator = torch.Generator().manual_seed(rank)
