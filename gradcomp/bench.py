@@ -65,9 +65,7 @@ def bench_parser() -> BenchParser:
         "loss), where loss(model) computes the loss of a step. Default: %(default)s."
     )
     parser.add_argument("--model", default="gpt", help=text)
-    text = (
-        "auto_hook's candidates besides none, the mildest first, separated by commas. Default: %(default)s."
-    )
+    text = "auto_hook's candidates besides none, mildest first, with commas. Default: %(default)s."
     hooks, default = command_line.hooks_named, ",".join(CANDIDATES[1:])
     parser.add_argument("--hook", type=hooks, default=default, metavar="NAMES", help=text)
     text = "The rounds of the trial. Default: 3. More find smaller gains."
