@@ -156,5 +156,5 @@ class CommHook:
         if not overflows or overflows is scaler._per_optimizer_states:
             return
         counts = [sum(map(float, each["found_inf_per_device"].values())) for each in overflows.values()]
-        if all(counts) and counts[0] > sum(counts[1:]):
-            self.state.undo_step(step)
+        if all(counts) and counts[0] > sum(counts[1:]) and self.state.iter > step:
+            self.state.undo_step()  # of several backwards that added to gradients, the last
