@@ -54,8 +54,8 @@ class ReduceScatter:
         self._shards = ShardLayout(spec.shapes, spec.world_size)
         self._ranks_per_node, self._device = spec.ranks_per_node, spec.device
         self.layout, self._dtype, self._plan_options = _plan_arguments(layout_of, spec, **options)
-        shapes, like = tuple(map(tuple, self._shards.shard_shapes)), replace(spec, shapes=(), seed=0)
-        self._key = (shapes, like, self.layout.block_size, self.layout.num_blocks, *options.items())
+        like = replace(spec, shapes=tuple(map(tuple, self._shards.shard_shapes)), seed=0, draws=None)
+        self._key = (like, self.layout.block_size, self.layout.num_blocks, *options.items())
         self.unit, self._within_dtype = 1.0, self._dtype
         if spec.ranks_per_node > 1:
             self.unit = unit_within(spec.ranks_per_node)
