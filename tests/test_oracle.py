@@ -245,14 +245,14 @@ def test_powersgd_hooks(inner, dtype, switches):
     feedback, warm = switches
 
     def new_state(group):
-        options = {"use_error_feedback": feedback, "warm_start": warm}
+        # A span amplifies roundings, depending on the random directions: 0.3 to 1.1 bounds in 60 seeds.
+        options = {"use_error_feedback": feedback, "warm_start": warm, "random_seed": 1}
         return powerSGD_hook.PowerSGDState(group, rank, start, **options)
 
     ranks = run_ranks(steps_of, 2, WRAPPERS[dtype](inner), new_state, start + 3)
     is_wrapped = dtype != torch.float32
     bound = SIXTEEN_BIT_ROUNDINGS * UNIT_ROUNDOFF[dtype] if is_wrapped else ONE_STEP
-    # A span amplifies roundings, depending on the random directions.
-    span_bound = 2 * bound if is_wrapped else ONE_STEP_SPAN
+    span_bound = bound if is_wrapped else ONE_STEP_SPAN
     for step in (start + 1, start + 2):
         before, after = of_ranks(ranks, step, "before"), of_ranks(ranks, step, "after")
         oracle = ORACLES[inner](SHAPES, rank, error_feedback=feedback, warm_start=warm)

@@ -36,7 +36,7 @@ def run(rank, store, path):
         optimizer.zero_grad()
         (ddp(x) - torch.tanh(x @ mix)).square().mean().backward()
         optimizer.step()
-    recorder.complete()  # on every rank: the relative errors are those of all ranks' average
+    recorder.complete()  # on every rank: computes the relative errors of the ranks' average
     if rank == 0:
         with open(path, "w") as file:
             json.dump(recorder.rows(), file)

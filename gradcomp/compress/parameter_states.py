@@ -106,11 +106,11 @@ class Bucket:
         """
         return bool(self.sent) or any(error is not None for error in self.pending.values())
 
-    def ordered(self, of_bucket: Sequence[T]) -> list[T]:
+    def ordered(self, of_bucket: list[T]) -> list[T]:
         """Return what belongs to the bucket's parameters in the compressor's order."""
-        return list(of_bucket) if self.order is None else [of_bucket[i] for i in self.order]
+        return of_bucket if self.order is None else [of_bucket[i] for i in self.order]
 
-    def is_unchanged_for(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
+    def is_unchanged_for(self, parameters: list[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
         """Return whether the parameters are these, in this order, and dtype, options and shapes are equal."""
         if self.dtype != dtype or len(self.parameters) != len(parameters):
             return False

@@ -176,9 +176,10 @@ class ParamGroup:
             # torch 2.15 sorts a reduced tensor's parameters by the dtypes of their gradients.
             order = getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(parameters))
             self._reduced = [index for index in order if self._will_be_reduced(parameters[index])]
-            before = [each.sharded_param.grad for each in parameters]
+            is_new = self._reduced != self._confirmed
+            before = [each.sharded_param.grad for each in parameters if is_new]
             post_backward(*unused)
-            if self._reduced != self._confirmed:
+            if is_new:
                 self._confirm(before, [each.sharded_param.grad for each in parameters])
 
         self._group.post_backward = noting_gradients
@@ -188,9 +189,8 @@ class ParamGroup:
         new = [i for i, each in enumerate(after) if each is not None and each is not before[i]]
         order = [index for index in self._reduced or () if index in new]
         shards = [after[index].to_local() for index in order]
-        places = [
-            (each.untyped_storage().data_ptr(), each.storage_offset()) for each in shards if each.numel()
-        ]
+        shards = [each for each in shards if each.numel()]
+        places = [(each.untyped_storage().data_ptr(), each.storage_offset()) for each in shards]
         if len(order) < len(new) or any(
             one[0] == other[0] and one > other for one, other in pairwise(places)
         ):

@@ -313,7 +313,7 @@ class LocalSteps(SavedSteps):
     def _finished(self) -> _Exchange:
         """Wait for the exchange under way, which ends, and return it.
 
-        Raises ExplainedError on every rank if one has not completed the exchanges that another one has.
+        Raises ExplainedError on every rank if the ranks have completed different numbers of exchanges.
         """
         exchange, self._under_way = self._under_way, None
         assert exchange is not None

@@ -37,7 +37,7 @@ def average_(
     process_group: the all-reduce's group. A hook has its group in its state.
     keys: one per tensor, such as names: the state's memory finds its tensor by the key in every call, in any
         order of the list. The same on every rank, each with the same repr. None: by the place in the list,
-        shape and dtype. What has not come for 64 calls then loses its memory.
+        shape and dtype. A tensor that doesn't come for 64 calls is then forgotten, with its error.
 
     Raises TypeError for anything but a list of floating-point or complex tensors; ValueError unless there is
     one distinct key per tensor; RuntimeError for a hook that returns no Future, or one with another number of
