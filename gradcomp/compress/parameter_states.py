@@ -137,18 +137,11 @@ class Bucket:
     # --- the compressor ---
 
     def stages(
-        self,
-        bucket: dist.GradBucket,
-        group: dist.ProcessGroup,
-        seed: int,
-        *,
-        discards: bool,
-        undoable: int | None,
+        self, bucket: dist.GradBucket, group: dist.ProcessGroup, seed: int, undoable: int | None
     ) -> Stages:
         """Reduce a bucket with the compressor. Yields each collective under way, and returns the buffer.
 
         seed: the seed for random choices.
-        discards: whether errors stay as they are, because nobody gets the averages.
         undoable: the step's number, to keep what takes it back; None to keep nothing.
         """
         compressor, buffer, unused = self.compressor, bucket.buffer(), self.unused(bucket)
@@ -159,15 +152,10 @@ class Bucket:
             parts = self.ordered(buffer.split(numels))
             flat = torch.cat(parts)
         self.undo = None if undoable is None else (undoable, [self._snapshot(compressor)])
-        before = (compressor.state().get("error"), dict(self.pending)) if discards else None
         if self.waits:
             self._send_pending(flat, unused)
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
         yield from compressor.reduce(flat, out, group, seed, unused)
-        if before is not None:
-            error, self.pending = before
-            if error is not None:
-                compressor.load({**compressor.state(), "error": error})
         if parts:
             torch._foreach_copy_(parts, list(flat.split(self.numels)))
         return buffer

@@ -1,8 +1,7 @@
 """What a hook's state keeps of parameters, and how it is saved."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class SavedState(ConfiguredState):
         self._states = ParameterStates()
         self.next_stats_report = 0
         self.total_numel_before_compression = self.total_numel_after_compression = 0
-        self._is_resumed = self._discards_step = False
+        self._is_resumed = False
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
         self._undoable: int | None = None  # the first step that undo_step() takes back
@@ -68,28 +67,6 @@ class SavedState(ConfiguredState):
             ddp_model.register_comm_hook(state, hook)
         """
         self._states.name(named_parameters)
-
-    @contextmanager
-    def discard_step(self) -> Iterator[None]:
-        """Keep the errors unchanged during a with block, for backwards whose gradients you throw away.
-
-        A step subtracts from the errors the part that it sends. That part is lost if the optimizer never gets
-        the average. Example: the discriminator's gradients when a GAN's generator trains through it. The step
-        is still averaged and counted. If you don't need the averages, prefer no_sync(), which sends nothing.
-
-        Every rank must use it for the same steps.
-
-        Example::
-
-            with state.discard_step():
-                generator_loss(ddp_discriminator(fake)).backward()
-            ddp_discriminator.zero_grad()
-        """
-        before, self._discards_step = self._discards_step, True
-        try:
-            yield
-        finally:
-            self._discards_step = before
 
     @torch.inference_mode(False)
     def undo_step(self, step: int | None = None) -> None:
@@ -147,8 +124,6 @@ class SavedState(ConfiguredState):
         A Reducer calls this if it learns after a step that no rank has used the parameter. The parameter's
         gradient then stays unchanged, and the errors that the average contains would be lost.
         """
-        if self._discards_step:
-            return
         real = torch.view_as_real(average) if average.is_complex() else average
         values = real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self._states.add_to_error(parameter, values)

@@ -275,8 +275,8 @@ class CompressorState(SavedState):
             self._make_compressor(bucket, phase, own)
         compressor, sizes = own.compressor, self._sizes
         assert compressor is not None
-        is_first, discards = self._steps.num_buckets == 1, self._discards_step
-        if sizes is not None and is_first and not discards and sizes.keys in ([], own.keys):
+        is_first = self._steps.num_buckets == 1
+        if sizes is not None and is_first and sizes.keys in ([], own.keys):
             if sizes.num_steps < NUM_STEPS:
                 norms = sizes.allocated(own.keys, buffer.device) if sizes.norms is None else sizes.norms
                 stride, wide = buffer.numel() // NUM_PARTS, torch.promote_types(buffer.dtype, torch.float32)
@@ -293,10 +293,10 @@ class CompressorState(SavedState):
             if own.undo is not None and own.undo[0] < step:
                 self._states.lost_undo = max(self._states.lost_undo, own.undo[0])
             undoable = None if self._undoable is None else step
-            running = own.stages(bucket, group, seed, discards=discards, undoable=undoable)
+            running = own.stages(bucket, group, seed, undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
-            elif self.recorder is not None and not discards:
+            elif self.recorder is not None:
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
             operation = Explaining.averaging(bucket.index(), hook_name, group)
             future = self._pipeline.add(bucket, running, operation, is_first=is_first)
