@@ -1,7 +1,9 @@
 """What the ranks of a state agree on in its first step: that they are alike, the nodes, and the delay."""
 
 import logging
+import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -9,8 +11,36 @@ import torch.distributed as dist
 from gradcomp.device import processor
 
 from ..comm.consistency import require_same_group, require_same_on_all_ranks
-from ..comm.exchange import round_trip_s
+from ..comm.exchange import MIN_DELAY_S, round_trip_s
 from ..comm.nodes import nodes_in
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's place among the ranks that average. Compressors depend on it.
+
+    group: held weakly, because a state may outlive it; None before the first step.
+    size, rank: of the group.
+    ranks_per_node, nodes: on each node, and the nodes in words; 1 and "" to average without nodes.
+    round_trip_s: from a message to its answer, between ranks or nodes.
+    """
+
+    group: weakref.ref[dist.ProcessGroup] | None = None
+    size: int = 0
+    rank: int = 0
+    ranks_per_node: int = 1
+    nodes: str = ""
+    round_trip_s: float = 0.0
+
+    def is_in(self, group: dist.ProcessGroup) -> bool:
+        """Return whether the place is this group's, with the group's present size and this rank's number."""
+        is_same = self.group is not None and self.group() is group
+        return is_same and self.size == group.size() and self.rank == group.rank()
+
+    @property
+    def has_delay(self) -> bool:
+        """Whether a round trip takes long; see comm/exchange.py."""
+        return self.round_trip_s >= MIN_DELAY_S
 
 
 def agree(
@@ -22,7 +52,7 @@ def agree(
     *,
     is_first: bool,
     compares_processors: bool,
-) -> tuple[tuple[int, str] | None, float]:
+) -> Place:
     """Compare the ranks before a bucket of a state's first step is averaged.
 
     hook_name: the hook's name in messages.
@@ -31,8 +61,7 @@ def agree(
     is_first: whether the bucket is the first one of its step.
     compares_processors: whether averages depend on the processor, so that unlike ones are warned of.
 
-    Returns, the same on all ranks: (ranks per node, the nodes in words), None to average without nodes; the
-    seconds from a message to its answer, between ranks or nodes.
+    Returns this rank's place: nodes and round trip are the same on all ranks.
 
     Raises RuntimeError on every rank if values or buckets differ between ranks.
     """
@@ -66,4 +95,5 @@ def agree(
         )
     nodes = nodes_in(whose, ranks_per_node, group, buffer.device)
     round_trip = round_trip_s(buffer, group, nodes.between if nodes else None)
-    return (nodes.ranks_per_node, str(nodes)) if nodes else None, round_trip
+    of_nodes = (nodes.ranks_per_node, str(nodes)) if nodes else (1, "")
+    return Place(weakref.ref(group), group.size(), group.rank(), *of_nodes, round_trip)

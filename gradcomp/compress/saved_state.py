@@ -36,7 +36,6 @@ class SavedState(ConfiguredState):
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
         self._undoable: int | None = None  # the first step that undo_step() takes back
-        self._undone: object = None  # another object after each undo_step
         self._sizes: GradientSizes | None = GradientSizes()  # None once judged
 
     # --- parameters ---
@@ -94,7 +93,7 @@ class SavedState(ConfiguredState):
                     optimizer.step()
                 optimizer.zero_grad()
         """
-        first, self._undoable, self._undone = self._undoable, None, object()
+        first, self._undoable, self.compared_in = self._undoable, None, None
         steps = self._steps
         end = steps.num + (steps.num_buckets > 0)
         has_begun = first is not None and (step != end or steps.is_joined)
@@ -258,6 +257,7 @@ class SavedState(ConfiguredState):
     def _load_checked(self, checked: dict[str, Any]) -> None:
         """Continue from a checked state_dict. The next step compares the ranks again."""
         self._settings = checkpoint.settings_of(checked, self._options_class)
+        self._expect_comparison()
         self._states.load(checked["parameters"])
         for name in PROGRESS:
             setattr(self, name, checked[name])

@@ -109,7 +109,11 @@ class ConfiguredState:
 
     iter: int
     _settings: Settings
-    _given: tuple[Any, int | str]  # process_group, ranks_per_node; every assignment makes another tuple
+    _given: tuple[Any, int | str]  # process_group, ranks_per_node
+    # True if a step has compared the ranks since options or group changed or a checkpoint was loaded.
+    is_compared: bool = False
+    # The last step of which buckets were compared; None if the next bucket must be.
+    compared_in: int | None = None
 
     @property
     def algorithm(self) -> str:
@@ -136,6 +140,11 @@ class ConfiguredState:
             shown = ", ".join(texts)
             logger_of(self).info("%s: changed at step %s: %s.", self.algorithm, self.iter, shown)
         self._settings = settings
+        self._expect_comparison()
+
+    def _expect_comparison(self) -> None:
+        """Compare the ranks again in the next step."""
+        self.is_compared, self.compared_in = False, None
 
     @property
     def process_group(self) -> Any:
@@ -149,6 +158,7 @@ class ConfiguredState:
             group, ranks_per_node = groups_of_mesh(group)
         require_group(type(self).__name__, group)
         self._given = group, ranks_per_node
+        self._expect_comparison()
 
     @property
     def ranks_per_node(self) -> int | str:
@@ -158,6 +168,7 @@ class ConfiguredState:
     @ranks_per_node.setter
     def ranks_per_node(self, value: int | str) -> None:
         self._given = self.process_group, require_ranks_per_node(value)
+        self._expect_comparison()
 
     def claims(self, options: Any) -> dict[str, Any]:
         """Return what averages with these options promise; see Compressor.claims."""

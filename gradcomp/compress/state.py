@@ -20,7 +20,6 @@ undo_step takes back all steps since a change, such as the steps of several mode
 
 import weakref
 from collections.abc import Sequence
-from operator import is_, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +28,12 @@ import torch.distributed as dist
 from ..comm.all_reduce import average_in_place
 from ..comm.announcement import say
 from ..comm.bucket import ShardBucket, checked_bucket
-from ..comm.exchange import MIN_DELAY_S, reduce_scatter
+from ..comm.exchange import reduce_scatter
 from ..comm.pipeline import Pipeline, Stages, average_in_stages
 from ..comm.process_group import Explaining, joined_group
 from ..comm.streams import Future
 from ..rules import described
-from .agreement import agree
+from .agreement import Place, agree
 from .announcement import UNCLAIMED, saved_bytes, warn_of_keys
 from .compressor import BucketSpec, Compressor
 from .gradient_sizes import NUM_PARTS, NUM_STEPS, PART_NUMEL
@@ -132,16 +131,7 @@ class CompressorState(SavedState):
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
         super()._reset(process_group, settings)
-        # (Ranks per node, the nodes in words), or None. No process groups: the state may outlive them.
-        self._nodes: tuple[int, str] | None = None
-        self._round_trip_s = 0.0  # between ranks, or nodes
-        self._ranks: dict[str, Any] = {}  # what a BucketSpec says of the ranks
-        # The group of the last step's collectives, its size, and this rank's number in it.
-        self._seat: tuple[weakref.ref[dist.ProcessGroup], int, int] | None = None
-        # The settings, group, seat and last undo_step that the ranks have compared in a whole step, and in
-        # the present step. Every change makes other objects.
-        self._compared: tuple[Any, ...] = (None, None, None, None)
-        self._comparing: tuple[Any, ...] = self._compared
+        self._place = Place()  # in the last bucket's group
         self._steps: Steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
         self._phase_options: Any = None  # the options that it was asked for
@@ -162,11 +152,6 @@ class CompressorState(SavedState):
     @iter.setter
     def iter(self, value: int) -> None:
         self._steps, self._states.lost_undo = Steps(value), value - 1
-
-    @property
-    def is_compared(self) -> bool:
-        """True if a step has compared the ranks since options or group changed or a checkpoint was loaded."""
-        return all(map(is_, (self._settings, self._given, self._seat), self._compared))
 
     def phase(self, options: Any, group: dist.ProcessGroup, device: torch.device) -> Phase:
         """Return how the current step averages buckets with these options.
@@ -197,7 +182,7 @@ class CompressorState(SavedState):
             self._announced.add("")
             group = joined_group(self.process_group)
             say(f"{self.algorithm}: exact averages until step {self.start_iter}", group)
-        self._compared = self._comparing
+        self.is_compared |= self.compared_in is not None
         self._steps.num += 1
 
     def _why_nothing_is_saved(self) -> str:
@@ -228,16 +213,14 @@ class CompressorState(SavedState):
             self._undoable = self._steps.first if self.keep_undo else None
             if not self.keep_undo:
                 self._states.lost_undo = self._steps.num
-        seat = weakref.ref(group), group.size(), group.rank()
-        if seat != self._seat:
-            # Compressors depend on the number of ranks, and on this rank's number.
+        if not self._place.is_in(group):
             self._states.give_all_back()
-            self._seat, self._ranks = seat, {"world_size": group.size()}
-        subject = self._settings, self._given, self._seat, self._undone
-        if any(map(is_not, subject, self._compared)):
-            self._comparing = None, None, None, None  # if the comparison fails
+            self._place = Place(weakref.ref(group), group.size(), group.rank())
+            self._expect_comparison()
+        if self.compared_in is None or self.compared_in == self._steps.num:  # all buckets of that step
+            self.compared_in = None  # if the comparison fails
             self._compare(hook_name, bucket, group, is_first=is_first)
-            self._comparing = subject
+            self.compared_in = self._steps.num
         options = self._settings.options if options is None else options
         if is_first or self._phase is None or self._phase_options is not options:
             self._phase, self._phase_options = self.phase(options, group, buffer.device), options
@@ -323,7 +306,9 @@ class CompressorState(SavedState):
             seed=seed,
             is_shard=isinstance(bucket, ShardBucket),
             draws=tuple(draw_of([key]) - own.draw for key in own.keys),
-            **({**self._ranks, "ranks_per_node": 1} if phase.is_flat else self._ranks),
+            world_size=self._place.size,
+            ranks_per_node=1 if phase.is_flat else self._place.ranks_per_node,
+            has_delay=self._place.has_delay,
         )
 
     def _seed(self, own: Bucket, step: int) -> int:
@@ -349,18 +334,9 @@ class CompressorState(SavedState):
             is_first=is_first,
             compares_processors=not self._compressor.is_same_on_all_processors,
         )
-        if agreed != (self._nodes, self._round_trip_s):
+        if agreed != self._place:
             self._states.give_all_back()
-            self._nodes, self._round_trip_s = agreed
-        self._ranks = {
-            "world_size": group.size(),
-            "ranks_per_node": self._num_ranks_per_node,
-            "has_delay": self._round_trip_s >= MIN_DELAY_S,
-        }
-
-    @property
-    def _num_ranks_per_node(self) -> int:
-        return 1 if self._nodes is None else self._nodes[0]
+            self._place = agreed
 
 
 def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -390,10 +366,11 @@ def _announce(state: CompressorState, phase: Phase, gradient_bytes: int, sent_by
     is_resumed = state._is_resumed and state.iter > state.start_iter
     begins, on = ("continues to compress at", "") if is_resumed else ("compresses from", " on")
     saved = saved_bytes(gradient_bytes, sent_bytes)
-    per = "rank" if state._nodes is None else f"node, between {state._nodes[1]}"
+    place = state._place
+    per = f"node, between {place.nodes}" if place.nodes else "rank"
     text = f"{phase.name} {begins} step {state.iter}{on}: {saved} per step and {per}"
-    if state._round_trip_s >= MIN_DELAY_S:
-        text += f"; a message and its answer take {state._round_trip_s * 1e3:.0f} ms"
+    if place.has_delay:
+        text += f"; a message and its answer take {place.round_trip_s * 1e3:.0f} ms"
     say(text, joined_group(state.process_group))
     if sent_bytes >= gradient_bytes:
         logger_of(state).warning("%s saves no bytes%s.", phase.name, state._why_nothing_is_saved())

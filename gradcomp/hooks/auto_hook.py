@@ -281,11 +281,11 @@ class AutoState(CompressorState):
         A single rank averages nothing, so nothing can pay.
         """
         names = self.candidates if num_ranks > 1 else self.candidates[:1]
-        has_nodes, is_gloo = self._num_ranks_per_node > 1, not has_streams(self._device)
+        has_nodes, is_gloo = self._place.ranks_per_node > 1, not has_streams(self._device)
         return _forms_of(names, has_nodes=has_nodes, is_gloo=is_gloo)
 
     def _new_trial(self, group: dist.ProcessGroup) -> Trial:
-        options, place = self.options, (group.size(), self._num_ranks_per_node)
+        options, place = self.options, (group.size(), self._place.ranks_per_node)
         settings = (options.steps_per_turn, options.rounds, options.tolerance)
         return Trial(self._names(group.size()), place, *settings, self.choice, chosen_at=self.iter)
 

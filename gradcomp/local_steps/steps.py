@@ -355,9 +355,9 @@ def _taking_back(state: Any, step: int | None) -> Iterator[None]:
         yield
     except BaseException:
         if getattr(state, "keep_undo", False):
-            undone = state._undone
+            is_compared = state.is_compared
             state.undo_step(step)
-            state._undone = undone  # the exchanges' numbers tell of it, on every rank
+            state.compared_in = -1 if is_compared else None  # the exchanges' numbers tell of it, on every rank
         raise
 
 

@@ -394,7 +394,7 @@ def launched_by_torchrun(rank, local_world_size, place):
     os.environ |= {"LOCAL_WORLD_SIZE": str(local_world_size), "LOCAL_RANK": str(place(rank))}
     state = QuantizationState(bits=4, block_size=16)
     output = take_step(state, rank, 0)[1]
-    return output, state._nodes and state._nodes[1]
+    return output, state._place.nodes or None
 
 
 def in_order(rank):
@@ -567,7 +567,7 @@ def averages(rank, with_reducer, ranks_per_node):
             # In the order of the Reducer's bucket: blocks and their owners are the same.
             gradcomp.average_([weight.grad for weight in weights[::-1]], quantization_hook, state)
         found.append(torch.cat([weight.grad.flatten() for weight in weights]))
-    assert state._nodes == (2, "2 nodes of 2 ranks")
+    assert state._place.nodes == "2 nodes of 2 ranks"
     return torch.stack(found)
 
 
