@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -200,6 +200,69 @@ def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
 def name_of(hook: Any) -> str:
     """Return a hook's name in messages."""
     return str(getattr(hook, "__qualname__", hook))
+
+
+class Hooked(NamedTuple):
+    """A hook with its state, which is asked here what it can do: states of torch's hooks, and yours, do less.
+
+    hook: None for a plain all-reduce; the state is then the process group.
+    """
+
+    hook: Any
+    state: Any
+
+    @property
+    def name(self) -> str:
+        """The hook's name in messages."""
+        return "an all-reduce" if self.hook is None else name_of(self.hook)
+
+    def can(self, method: str) -> bool:
+        """Return whether the state has a method, or an attribute, of this name."""
+        return hasattr(self.state, method)
+
+    @property
+    def group(self) -> Any:
+        """The process group that the state is, or has; None for the default one, or if the state has none."""
+        is_group = isinstance(self.state, dist.ProcessGroup)
+        return self.state if is_group else getattr(self.state, "process_group", None)
+
+    def regroup(self, group: dist.ProcessGroup) -> "Hooked":
+        """Give the state another process group. Returns the hook with a state that averages over it."""
+        if self.can("process_group"):
+            self.state.process_group = group
+        is_group = self.state is None or isinstance(self.state, dist.ProcessGroup)
+        return self._replace(state=group) if is_group else self
+
+    def number_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Tell the state the parameters' names, if it takes any."""
+        if self.can("number_parameters"):
+            self.state.number_parameters(named_parameters)
+
+    def end_step(self) -> None:
+        """End the step of a state that counts steps, where no bucket says that it is the last."""
+        if self.can("end_step"):
+            self.state.end_step()
+
+    @property
+    def step(self) -> int | None:
+        """The number of the state's steps so far, if it counts them."""
+        return getattr(self.state, "iter", None)
+
+    @property
+    def keep_undo(self) -> bool | None:
+        """Whether the state's last step can be taken back; None for a state that can't take back any."""
+        return getattr(self.state, "keep_undo", None)
+
+    def undo(self, step: int | None, *, all_know: bool = False) -> None:
+        """Take the state back to its step of this number, if it keeps what that needs; see undo_step.
+
+        all_know: whether the ranks needn't compare in the next step who has called this.
+        """
+        if self.keep_undo:
+            needs_no_comparison = all_know and self.state.is_compared
+            self.state.undo_step(step)
+            if needs_no_comparison:
+                self.state.compared_in = -1
 
 
 # --- what hooks keep ---

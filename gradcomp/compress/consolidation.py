@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
 from ..comm.process_group import Explaining, device_for, resolve_group
+from .saved_state import SavedState
 
 SAVE_ON_ALL_RANKS = (
     "Saving averages the errors of all ranks. Likely cause: a save on some ranks only, under `if "
@@ -147,7 +148,7 @@ def _name(rank: int, world_size: int) -> str:
 
 
 def _group(function: Any, state: Any) -> dist.ProcessGroup:
-    if not hasattr(state, "process_group"):
+    if not isinstance(state, SavedState):
         raise TypeError(
             f"{function.__name__} takes the state of a compressing hook, got {type(state).__name__}"
         )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torchft
 from torch import nn
 
+from gradcomp.comm.bucket import Hooked
 from gradcomp.comm.pipeline import end_backward
 from gradcomp.comm.process_group import device_for
 from gradcomp.compress.sharing import furthest, take_over
@@ -96,7 +97,7 @@ class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[
     ):
         _require_gloo("DistributedDataParallel", pg)
         super().__init__(manager, module, **kwargs)
-        self._manager, self._pg, self._hook_state, self._hook = manager, pg, state, hook
+        self._manager, self._pg, self._hooked = manager, pg, Hooked(hook, state)
         self._group: dist.ProcessGroup | None = None  # of the last averaged bucket
         # The Manager's step and the state's when the last backward began, and whether it has failed.
         self._step, self._iter, self._has_failed = -1, 0, False
@@ -125,7 +126,8 @@ class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[
         if not manager.errored():
             try:
                 self._prepare(buffer)
-                averaged = self._hook(self._hook_state, bucket).then(value)
+                hook, state = self._hooked
+                averaged = hook(state, bucket).then(value)
             except Exception as error:
                 self._report(error)
         if manager.errored() or bucket.is_last():
@@ -140,7 +142,7 @@ class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[
         if group is not self._group:
             self._meet(group, buffer)
         if self._step != manager.current_step():
-            self._step, self._iter = manager.current_step(), getattr(self._hook_state, "iter", 0)
+            self._step, self._iter = manager.current_step(), self._hooked.step or 0
         # Replicas that heal give zeros, and don't count. Errors, of earlier steps, count as ever.
         if not manager.is_participating():
             buffer.zero_()
@@ -149,20 +151,15 @@ class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[
 
     def _meet(self, group: dist.ProcessGroup, buffer: torch.Tensor) -> None:
         """Begin to average with a quorum's group."""
-        state = self._hook_state
         # After a step that isn't committed, every quorum has a new group. A step may not have begun, or have
         # been taken back already.
         is_refused = self._has_failed or self._step == self._manager.current_step()
         has_begun, self._step, self._has_failed = self._step >= 0, -1, False
-        if isinstance(state, CompressorState):
-            if has_begun and is_refused:
-                state.undo_step(self._iter)
-            state.process_group = group
+        if has_begun and is_refused:
+            self._hooked.undo(self._iter)
+        self._hooked = self._hooked.regroup(group)
+        if isinstance(state := self._hooked.state, CompressorState):
             take_over(state, furthest(state.iter, group, device_for(group, [buffer]))[0], group)
-        elif hasattr(state, "process_group"):
-            state.process_group = group
-        elif state is None or isinstance(state, dist.ProcessGroup):
-            self._hook_state = group
         self._group = group
 
     def _report(self, error: Exception) -> None:

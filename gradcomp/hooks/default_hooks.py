@@ -19,6 +19,7 @@ from gradcomp import ops
 from gradcomp.comm.all_reduce import all_reduce_compressed, average_in_place, run_hook_compressed
 from gradcomp.comm.bucket import (
     Hook,
+    Hooked,
     checked_bucket,
     checked_future,
     require_bucket,
@@ -217,9 +218,8 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
             keep()
             return buffer
 
-        is_group = isinstance(hook_state, dist.ProcessGroup)
-        group = resolve_group(name, hook_state) if is_group else getattr(hook_state, "process_group", None)
-        operation = Explaining.averaging(bucket.index(), full_name, joined_group(group))
+        group = joined_group(Hooked(hook, hook_state).group)
+        operation = Explaining.averaging(bucket.index(), full_name, group)
         return run_hook_compressed(bucket, operation, start, finish, pipeline)
 
     full_name = f"{name}({getattr(hook, '__qualname__', hook)})"

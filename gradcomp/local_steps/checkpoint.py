@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..comm.bucket import Hooked
 from ..rules import COUNT, described
 from .weights import CommonWeights, OwnWeights, Tensors, local_of
 
@@ -17,7 +18,7 @@ class SavedSteps:
     _own: OwnWeights
     _common: CommonWeights
     _fragments: list[list[str]]
-    _state: Any  # the hook's
+    _hooked: Hooked
     _under_way: Any
     _every: int
     _delay: int
@@ -50,7 +51,7 @@ class SavedSteps:
         """
         if self._under_way is not None:
             self._apply()
-        has_state = hasattr(self._state, "state_dict") and not self._own.is_sharded
+        has_state = self._hooked.can("state_dict") and not self._own.is_sharded
         tensors, rest = self._common.optimizer_state()
         wrapped = {
             what: {name: self._common.distributed(name, each.clone()) for name, each in by_name.items()}
@@ -60,7 +61,7 @@ class SavedSteps:
             "common": wrapped.pop("common"),
             "outer": wrapped,
             "plain": (self._counts(), rest),
-            "hook_state": (self._state.state_dict(),) if has_state else None,
+            "hook_state": (self._hooked.state.state_dict(),) if has_state else None,
         }
 
     @torch.inference_mode(False)
@@ -81,7 +82,7 @@ class SavedSteps:
         self._common.require_like(common)
         for each in state_dict["outer"].values():
             self._common.require_like({**common, **each})
-        if hook_state is not None and not hasattr(self._state, "load_state_dict"):
+        if hook_state is not None and not self._hooked.can("load_state_dict"):
             raise ValueError(
                 "the checkpoint has the errors of a hook, which would be lost in a LocalSteps without it: "
                 'give it the hook and its state, or set the entry "hook_state" to None'
@@ -95,7 +96,7 @@ class SavedSteps:
         self._common.load_optimizer(outer, rest)
         try:
             if hook_state is not None:
-                self._state.load_state_dict(hook_state[0])
+                self._hooked.state.load_state_dict(hook_state[0])
         except BaseException:
             self._common.load_optimizer(*before)
             raise

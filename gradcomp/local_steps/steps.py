@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..comm.bucket import Hook, name_of
+from ..comm.bucket import Hook, Hooked, name_of
 from ..comm.consistency import difference, require_all_ranks, require_same_on_all_ranks
 from ..comm.process_group import ExplainedError, device_for, ranks_of, resolve_group
 from ..comm.reduced_values import ReducedValues
@@ -113,7 +113,7 @@ class LocalSteps(SavedSteps):
         if not isinstance(model, nn.Module):
             raise TypeError(f"LocalSteps takes a model, got {described(model)}")
         _require_state(hook, state, process_group)
-        self._hook, self._state, self._process_group = hook, state, process_group
+        self._hooked = Hooked(hook, process_group if hook is None else state)
         self._own = OwnWeights(model)
         numels = {name: each.numel() for name, each in self._own.params.items()}
         require_numbers(every, fragments, delay, len(numels))
@@ -122,9 +122,8 @@ class LocalSteps(SavedSteps):
         self._under_way: _Exchange | None = None
         self._common = CommonWeights(self._own.params, outer_optimizer)
         self._keys = self._own.keys()
-        if hasattr(state, "number_parameters"):
-            # The state may average the model's gradients, too.
-            state.number_parameters((f"local_steps({name})", each) for name, each in self._keys.items())
+        # The state may average the model's gradients, too.
+        self._hooked.number_parameters((f"local_steps({name})", each) for name, each in self._keys.items())
         self._meet(is_new=True)
 
     @property
@@ -176,15 +175,12 @@ class LocalSteps(SavedSteps):
         Raises RuntimeError if a hook's exchange is under way, unless its state has keep_undo = True.
         """
         if self._under_way is not None:
-            keeps_errors = hasattr(self._state, "undo_step")
-            if keeps_errors and not self._state.keep_undo:
+            if self._hooked.keep_undo is False:
                 raise RuntimeError(
                     "restart() can't take back what the exchange under way has changed in the hook's errors: "
                     "call it after the exchange, or set state.keep_undo = True"
                 )
-            exchange = self._finished()
-            if keeps_errors:
-                self._state.undo_step(exchange.hooks_step)
+            self._hooked.undo(self._finished().hooks_step)
         self._num_since, self._num_begun = 0, self._num_exchanges
         self._common.load(self._own.params)
 
@@ -225,20 +221,12 @@ class LocalSteps(SavedSteps):
         if self._under_way is not None:
             with suppress(RuntimeError):
                 self._apply()
-        if self._hook is None:
-            self._process_group = process_group
-        elif hasattr(self._state, "process_group"):
-            self._state.process_group = process_group
-        else:
-            self._state = process_group
+        self._hooked = self._hooked.regroup(process_group)
         self._meet(is_new=False)
 
     def _meet(self, *, is_new: bool) -> None:
         """Compare the ranks of the group, and take over what differs from a rank that has gone furthest."""
-        given = self._process_group
-        if self._hook is not None:
-            given = getattr(self._state, "process_group", self._state)
-        self._group = group = resolve_group("LocalSteps", given, "process_group")
+        self._group = group = resolve_group("LocalSteps", self._hooked.group, "process_group")
         self._device = device_for(group, self._common.local().values())
         require_all_ranks("LocalSteps", "train by local steps", group, "Make it on every rank")
         source, most = furthest(1 if is_new else 2 + self._num_exchanges, group, self._device)
@@ -251,8 +239,8 @@ class LocalSteps(SavedSteps):
             "parameters": [[n, list(each.shape), str(each.dtype)] for n, each in self._own.params.items()],
             "place in the mesh of shards": self._own.place,
             "outer optimizer": [rest["class"], rest["groups"] if are_all_new else "taken over"],
-            "hook": self._hook and common_name_of(self._hook),
-            "keep_undo": getattr(self._state, "keep_undo", None),
+            "hook": self._hooked.hook and common_name_of(self._hooked.hook),
+            "keep_undo": self._hooked.keep_undo,
         }
         advice = "Give every rank the same model, hook and numbers, and a group of ranks with the same shards"
         require_same_on_all_ranks("LocalSteps", values, group, self._device, advice)
@@ -267,8 +255,8 @@ class LocalSteps(SavedSteps):
             counts, tensors, rest = taken[0]
             self._set(counts)
             self._common.load_optimizer(tensors, rest)
-            if hasattr(self._state, "shared_state_dict"):
-                take_over(self._state, source, group)
+            if self._hooked.can("shared_state_dict"):
+                take_over(self._hooked.state, source, group)
         if is_new or any(not each.equal(before[name]) for name, each in self._common.local().items()):
             self._own.write(self._common.local())
         self._num_active = group.size()
@@ -289,8 +277,8 @@ class LocalSteps(SavedSteps):
         what, given = "count the ranks that still train by local steps", [gives_again, gives, *numbers]
         counts = ReducedValues(what, given, [self._group], self._device, dist.ReduceOp.SUM)
         self._num_begun += 1
-        hooks_step = getattr(self._state, "iter", None)
-        with _taking_back(self._state, hooks_step):
+        hooks_step = self._hooked.step
+        with self._taking_back(hooks_step):
             averaging = self._averaging(moved, self._group.size() / self._num_active)
         self._under_way = _Exchange(hooks_step, moved, begun, averaging, counts)
 
@@ -304,7 +292,8 @@ class LocalSteps(SavedSteps):
         sent = {name: each for name, each in moved.items() if each.numel()}
         num_fragments = len(self._fragments)
         return Averaging(
-            *(list(sent.values()), self._hook, self._state, self._process_group),
+            list(sent.values()),
+            self._hooked,
             parameters=[self._keys[name] for name in sent],
             indices=((self._num_begun - 1) % num_fragments, num_fragments),
             waits_at_once=self._delay == 0,
@@ -317,7 +306,7 @@ class LocalSteps(SavedSteps):
         """
         exchange, self._under_way = self._under_way, None
         assert exchange is not None
-        with _taking_back(self._state, exchange.hooks_step):
+        with self._taking_back(exchange.hooks_step):
             exchange.averaging.wait()
             _, _, *numbers = map(round, exchange.counts.wait())
             if text := difference("the number of completed exchanges", numbers, ranks_of(self._group)):
@@ -347,18 +336,14 @@ class LocalSteps(SavedSteps):
         for name, weight in self._own.local(now).items():  # what this rank has learned during the exchange
             weight += now[name] - exchange.begun[name]
 
-
-@contextmanager
-def _taking_back(state: Any, step: int | None) -> Iterator[None]:
-    """If an error ends the exchange, take the hook's state back to its step, if it can."""
-    try:
-        yield
-    except BaseException:
-        if getattr(state, "keep_undo", False):
-            is_compared = state.is_compared
-            state.undo_step(step)
-            state.compared_in = -1 if is_compared else None  # the exchanges' numbers tell of it, on every rank
-        raise
+    @contextmanager
+    def _taking_back(self, step: int | None) -> Iterator[None]:
+        """If an error ends the exchange, take the hook's state back to its step, if it can."""
+        try:
+            yield
+        except BaseException:
+            self._hooked.undo(step, all_know=True)  # by the exchanges' numbers
+            raise
 
 
 def _require_state(hook: Any, state: Any, process_group: Any) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 from torch.utils.hooks import RemovableHandle
 
+from gradcomp.comm.bucket import Hooked
 from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Explaining
 from gradcomp.hooks import default_hooks
@@ -253,8 +254,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         check_hook(state, hook)
         self.reducer.register_comm_hook(state, hook)
-        if hasattr(state, "number_parameters"):  # frozen ones, too
-            state.number_parameters(self.module.named_parameters())
+        Hooked(hook, state).number_parameters(self.module.named_parameters())  # frozen ones, too
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

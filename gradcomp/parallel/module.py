@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradcomp.comm.bucket import GradBucket, name_of
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import first_of, require_all_ranks, require_same_on_all_ranks
 from gradcomp.comm.process_group import require_group
 from gradcomp.reducer.bucket import require_callable
@@ -184,7 +184,7 @@ def logging_data(ddp: Any) -> dict[str, Any]:
         "device_ids": ", ".join(map(str, ddp.device_ids or ())),
         "dtypes": ", ".join({str(param.dtype).removeprefix("torch."): None for param in params}),
         "bucket_sizes": ", ".join(str(bucket.buffer.nbytes) for bucket in communicator.buckets),
-        "comm_hook": "" if communicator.hook is None else name_of(communicator.hook[1]),
+        "comm_hook": "" if communicator.hooked.hook is None else communicator.hooked.name,
         "rank": ddp.process_group.rank(),
         "world_size": ddp.process_group.size(),
         "num_parameter_tensors": len(params),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp import ops
-from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
+from gradcomp.comm.bucket import GradBucket, Hook, Hooked, as_real, result_of
 from gradcomp.comm.pipeline import PipelinedFuture, drop
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 from gradcomp.comm.streams import require_no_capture
@@ -49,12 +49,16 @@ def average_(
     """
     if torch.is_inference_mode_enabled():  # the hook works outside, where later steps find what it keeps
         return torch.inference_mode(False)(average_)(tensors, hook, state, process_group, keys=keys)
-    Averaging(tensors, hook, state, process_group, keys=keys, waits_at_once=True).wait()
+    _check(tensors, keys)
+    if hook is not None and process_group is not None:
+        raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
+    hooked = Hooked(hook, process_group if hook is None else state)
+    Averaging(tensors, hooked, keys=keys, waits_at_once=True).wait()
     return tensors
 
 
 class Averaging:
-    """An average of tensors that is under way. For the arguments and errors see average_.
+    """An average of tensors that is under way. For the arguments see average_, which checks them.
 
     parameters: one per tensor, in its shape, by which the state knows it; None: see average_.
     indices: the first bucket's index, and the step from one bucket's index to the next.
@@ -64,25 +68,19 @@ class Averaging:
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        hook: Hook | None = None,
-        state: Any = None,
-        process_group: dist.ProcessGroup | None = None,
+        hooked: Hooked,
         *,
         keys: Sequence[Hashable] | None = None,
         parameters: Sequence[torch.Tensor] | None = None,
         indices: tuple[int, int] = (0, 1),
         waits_at_once: bool = False,
     ):
-        _check(tensors, keys)
-        self._hook: Hook = default_hooks.allreduce_hook if hook is None else hook
-        if hook is None:
-            state = resolve_group("average_", process_group)
-        elif process_group is not None:
-            raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
-        is_group = isinstance(state, dist.ProcessGroup)
-        group = resolve_group("average_", state) if is_group else getattr(state, "process_group", None)
+        if hooked.hook is None:
+            hooked = Hooked(default_hooks.allreduce_hook, resolve_group("average_", hooked.state))
+        self._hooked = hooked
+        group, (self._hook, state) = joined_group(hooked.group), hooked
         if parameters is None:
-            paired = _paired(tensors, state, keys)
+            paired = _paired(tensors, hooked, keys)
         else:
             paired = list(zip(parameters, tensors, strict=True))
         pairs_of: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -101,7 +99,7 @@ class Averaging:
             # On a CPU the last bucket's hook waits for all collectives.
             is_last = number == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
             given: Any = GradBucket(index, buffer, known, is_last)
-            operation = Explaining.averaging(index, f"{name_of(self._hook)} in average_", joined_group(group))
+            operation = Explaining.averaging(index, f"{hooked.name} in average_", group)
             try:
                 with operation:
                     future = self._hook(state, given)
@@ -109,8 +107,7 @@ class Averaging:
                 drop(average for *_, average in self._buckets)
                 raise
             self._buckets.append((members, layout, buffer, parts, operation, future))
-        self._ends_step = bool(self._buckets) and not is_last and hasattr(state, "end_step")
-        self._state = state
+        self._ends_step = bool(self._buckets) and not is_last
 
     def advance(self) -> None:
         """On a CPU, wait for the collective under way, and begin the next one, if the hook has several."""
@@ -133,7 +130,7 @@ class Averaging:
             else:
                 ops.unflatten(buffer, layout, out=members, parts=parts)
         if self._ends_step:  # no bucket has said that it is the last
-            self._state.end_step()
+            self._hooked.end_step()
         self._buckets, self._ends_step = [], False
 
 
@@ -160,15 +157,15 @@ _layout_of = lru_cache(maxsize=64)(FlatLayout)  # most lists come again
 
 
 def _paired(
-    tensors: Sequence[torch.Tensor], state: Any, keys: Sequence[Hashable] | None
+    tensors: Sequence[torch.Tensor], hooked: Hooked, keys: Sequence[Hashable] | None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pair each tensor with the parameter that hooks see; with keys, in an order independent of the list's.
 
     The choice must not depend on which objects are alive: ranks collect garbage at different times.
     """
-    if state is None or isinstance(state, dist.ProcessGroup):
+    if hooked.state is None or isinstance(hooked.state, dist.ProcessGroup):
         return list(zip(tensors, tensors, strict=True))
-    known, names = _known_of.setdefault(state, {}), list[Hashable]()
+    known, names = _known_of.setdefault(hooked.state, {}), list[Hashable]()
     if keys is None:
         names += [(place, each.shape, each.dtype) for place, each in enumerate(tensors)]
     else:
@@ -182,8 +179,8 @@ def _paired(
             parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             new.append((f"average_({name})", parameter))
         known[name] = parameter, call
-    if new and keys is not None and hasattr(state, "number_parameters"):
-        state.number_parameters(new)  # by these names, in checkpoints too. A model's parameters have others
+    if new and keys is not None:
+        hooked.number_parameters(new)  # by these names, in checkpoints too. A model's parameters have others
     for name, (_, last) in list(known.items()):
         if isinstance(name, tuple) and last <= call - NUM_CALLS:
             del known[name]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.comm.all_reduce import average_in_place
-from gradcomp.comm.bucket import GradBucket, Hook, as_real, name_of, result_of
+from gradcomp.comm.bucket import GradBucket, Hooked, as_real, result_of
 from gradcomp.comm.exchange import has_delay
 from gradcomp.comm.process_group import Explaining
 from gradcomp.layout import FlatLayout
@@ -252,7 +252,7 @@ class BucketCommunicator:
     ):
         self.params, self.names, self.sparse = params, names, sparse
         self._group, self.caps_bytes, self.as_view = group, caps_bytes, as_view
-        self.hook: tuple[Any, Hook] | None = None
+        self.hooked = Hooked(None, None)
         self.divisor = group.size()
         self.buckets: list[Bucket] = []
         self._operations: list[Explaining] = []  # the averagings of the buckets
@@ -288,23 +288,20 @@ class BucketCommunicator:
             if self.as_view:
                 bucket.fill(1.0)
 
-    def register(self, state: Any, hook: Hook) -> None:
+    def register(self, hooked: Hooked) -> None:
         """Average with hook(state, bucket). A state with number_parameters gets the parameters' names.
 
         Raises TypeError if the hook isn't callable, RuntimeError for a second one.
         """
-        require_callable(state, hook)
-        if self.hook is not None:
+        require_callable(hooked.state, hooked.hook)
+        if self.hooked.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self.hook = (state, hook)
+        self.hooked = hooked
         self._name_operations()
-        number_parameters = getattr(state, "number_parameters", None)
-        if number_parameters is not None:
-            number_parameters(zip(self.names, self.params, strict=True))
+        hooked.number_parameters(zip(self.names, self.params, strict=True))
 
     def _name_operations(self) -> None:
-        name = "an all-reduce" if self.hook is None else name_of(self.hook[1])
-        numbers = range(len(self.buckets))
+        name, numbers = self.hooked.name, range(len(self.buckets))
         self._operations = [Explaining.averaging(number, name, self._group) for number in numbers]
 
     @torch.no_grad()
@@ -315,19 +312,19 @@ class BucketCommunicator:
 
         Raises RuntimeError for a gradient that doesn't fit the bucket, and if the averaging can't start.
         """
-        bucket, operation = self.buckets[number], self._operations[number]
+        bucket, operation, (hook, state) = self.buckets[number], self._operations[number], self.hooked
         # Without a hook the division comes first: the sum may overflow where the mean does not.
-        bucket.fill(1 / self.divisor if self.hook is None else 1.0)
-        if self.hook is None and not has_delay(bucket.buffer, self._group):
+        bucket.fill(1 / self.divisor if hook is None else 1.0)
+        if hook is None and not has_delay(bucket.buffer, self._group):
             # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
             with operation:
                 return self._group.allreduce([bucket.buffer])
         given: Any = GradBucket(number, bucket.buffer.detach(), bucket.parameters, is_last)
-        if self.hook is None:
+        if hook is None:
             return average_in_place(given, self._group, operation, divisor=1)
-        state, hook = self.hook
         with operation:
-            return hook(state, given)
+            future: Pending = hook(state, given)
+        return future
 
     def finish(
         self, number: int, pending: Pending, kept: set[int], gradients_before: Mapping[int, torch.Tensor]
@@ -339,23 +336,21 @@ class BucketCommunicator:
 
         Raises RuntimeError if the bucket could not be averaged.
         """
-        bucket = self.buckets[number]
+        bucket, hook = self.buckets[number], self.hooked.hook
         with self._operations[number]:
-            if self.hook is None:
+            if hook is None:
                 pending.wait()  # averaged in place
             else:
                 buffer = as_real(bucket.buffer)
-                result = result_of(pending, self.hook[1], buffer)
+                result = result_of(pending, hook, buffer)
                 if result.data_ptr() != buffer.data_ptr():
                     buffer.copy_(result)
         left_out = {position for position, index in enumerate(bucket.indices) if index in kept}
-        take_back = getattr(self.hook[0], "take_back", None) if left_out and self.hook else None
-        if take_back is not None:
-            for position in sorted(left_out):
-                parameter = bucket.parameters[position]
-                before = None if self.as_view else parameter.grad
-                before = gradients_before.get(bucket.indices[position], before)
-                take_back(parameter, bucket.average_beyond(position, before))
+        for position in sorted(left_out) if self.hooked.can("take_back") else []:
+            parameter = bucket.parameters[position]
+            before = None if self.as_view else parameter.grad
+            before = gradients_before.get(bucket.indices[position], before)
+            self.hooked.state.take_back(parameter, bucket.average_beyond(position, before))
         bucket.write_back(left_out)
 
 

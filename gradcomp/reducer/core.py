@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from gradcomp.comm.bucket import Hook
+from gradcomp.comm.bucket import Hook, Hooked
 from gradcomp.comm.exchange import has_delay
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.streams import require_no_capture
@@ -134,8 +134,9 @@ class Reducer:
 
         Raises TypeError if the hook can't be called, RuntimeError for a second one.
         """
-        self._agreement.expect(state, hook)
-        self.communicator.register(state, hook)
+        hooked = Hooked(hook, state)
+        self._agreement.expect(hooked)
+        self.communicator.register(hooked)
 
     def close(self) -> None:
         """Detach from the parameters: backward goes on without averaging."""
@@ -245,9 +246,8 @@ class Reducer:
 
     def _open(self, unused: Iterable[int]) -> Step:
         """Begin a step together with the other ranks."""
-        state, hook = self.communicator.hook or (None, None)
-        if self._agreement.group is not getattr(state, "process_group", None):
-            self._agreement.require(state, hook)
+        if self._agreement.group is not self.communicator.hooked.group:
+            self._agreement.require(self.communicator.hooked)
         if self._sharing.others:
             self._sharing.require_same_ranks()
             self.communicator.keep_apart(self._sharing.indices())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.bucket import named_tensors
+from gradcomp.comm.bucket import Hooked, named_tensors
 from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Explaining, ranks_of, require_group
 
@@ -131,17 +131,17 @@ class Agreement:
         self._require_same(whose, values, "Build the same model on every rank")
         self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
 
-    def expect(self, state: Any, hook: Any) -> None:
+    def expect(self, hooked: Hooked) -> None:
         """Compare the ranks again in the next step. Raises ValueError for a group that torch doesn't know."""
-        require_group(common_name_of(hook), _group_of(state, hook), "state's process group")
+        require_group(common_name_of(hooked.hook), _group_of(hooked), "state's process group")
         self.group = self
 
-    def require(self, state: Any, hook: Any) -> None:
+    def require(self, hooked: Hooked) -> None:
         """Raise RuntimeError on every rank unless all have the same hook, options and groups.
 
         If the state has got another group since, raise it on the ranks where that group has other ranks.
         """
-        group = _group_of(state, hook)
+        group, (hook, state) = _group_of(hooked), hooked
         is_group = state is None or isinstance(state, dist.ProcessGroup)
         others = None if group is None else ranks_of(group)
         values = self._options | {
@@ -159,23 +159,18 @@ class Agreement:
                 f"parameters are averaged over {ranks}. Give the hook's state the process group that "
                 "DistributedDataParallel or the Reducer has; None means the default group"
             )
-        self.group = getattr(state, "process_group", None)
+        self.group = hooked.group
 
     def _require_same(self, whose: str, values: dict[str, Any], advice: str) -> None:
         require_same_on_all_ranks(whose, values, self._group, self._device, advice)
 
 
-def _group_of(state: Any, hook: Any) -> dist.ProcessGroup | None:
+def _group_of(hooked: Hooked) -> dist.ProcessGroup | None:
     """Return the process group that the hook averages over; None if its state does not tell."""
-    if hook is None:
-        return None
-    if isinstance(state, dist.ProcessGroup):
-        return state
-    if state is None:
-        tells = common_name_of(hook).endswith(_ALL_REDUCE_HOOKS) and "default_hooks" in common_name_of(hook)
-    else:
-        tells = hasattr(state, "process_group")
-    group = getattr(state, "process_group", None) or dist.group.WORLD
+    group, tells = hooked.group or dist.group.WORLD, hooked.group is not None or hooked.can("process_group")
+    if hooked.state is None and hooked.hook is not None:
+        name = common_name_of(hooked.hook)
+        tells = name.endswith(_ALL_REDUCE_HOOKS) and "default_hooks" in name
     return group if tells and isinstance(group, dist.ProcessGroup) else None
 
 

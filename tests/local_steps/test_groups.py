@@ -113,7 +113,7 @@ def fails_in_an_exchange(rank, name, options):
         return None
     model, local_steps = made(0, name, group, every=2, **options)
     learn(model, local_steps, rank, range(3))
-    state = local_steps._state
+    state = local_steps._hooked.hook and local_steps._hooked.state
     if rank == 2:
         return None
     before, kept = weights(model), {} if state is None else state.state
