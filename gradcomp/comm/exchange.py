@@ -212,8 +212,10 @@ def reduce_hierarchically(
 
 def takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether the group's ranks exchange messages of such tensors: on gloo, on a CPU."""
-    # A group may have a backend for each type of device.
-    return tensor.device.type == "cpu" and "cpu:gloo" in backends_of(group)
+    kept = kept_of(group)
+    if "has gloo" not in kept:  # a group may have a backend for each type of device
+        kept["has gloo"] = "cpu:gloo" in backends_of(group)
+    return tensor.device.type == "cpu" and kept["has gloo"]
 
 
 class _Messages(dist.Work):
