@@ -104,6 +104,7 @@ RATE = Rule("a number of at least 0", lambda value: _is_number(value) and value 
 EPSILON = Rule(
     "a finite number of at least 0", lambda value: _is_number(value) and 0 <= value < math.inf, float
 )
+SCALE = Rule("finite and positive", lambda value: _is_number(value) and 0 < value < math.inf, float)
 COUNT = Rule("a whole number of at least 0", lambda value: is_whole(value) and value >= 0, int)
 WHOLE = Rule("a whole number", is_whole, int)
 SEED = Rule("an int between 0 and 2**32 - 1", lambda value: type(value) is int and 0 <= value < 2**32)

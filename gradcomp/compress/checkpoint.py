@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..comm.process_group import joined_group
-from ..rules import COUNT, RANK
+from ..rules import COUNT, RANK, SCALE
 from .compressor import Compressor
 from .parameter_states import Entries, Entry
 from .settings import SETTINGS, Settings, as_dict, changes, fields_of
@@ -100,13 +100,15 @@ def checked(
     another version, another algorithm, or any other value that doesn't fit.
     """
     require_version(state_dict)
+    if (scale := state_dict.get("gradient_scale")) is not None:
+        SCALE("gradient_scale", scale)
     # First: another hook's file has other keys. A state may have had its compressor's name once.
     if state_dict.get("algorithm", algorithm) not in (algorithm, compressor.__name__):
         raise ValueError(
             f"the state_dict is of {state_dict['algorithm']!r}, but this state is of {algorithm!r}: load it "
             "into a state of the hook that saved it"
         )
-    require_keys("the state_dict", state_dict, _KEYS)
+    require_keys("the state_dict", {"gradient_scale": scale} | state_dict, (*_KEYS, "gradient_scale"))
     options = options_from("", state_dict["options"], options_class)
     settings = Settings(options, **{name: state_dict[name] for name in SETTINGS})
     return {

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.process_group import joined_group
+from ..rules import SCALE
 from . import checkpoint
 from .checkpoint import PROGRESS, owner_of
 from .gradient_sizes import GradientSizes
@@ -35,6 +36,7 @@ class SavedState(ConfiguredState):
         self._is_resumed = False
         # The rank that saved the loaded errors, until this process's own rank is known.
         self._errors_of: dict[str, Any] | None = None
+        self._scale: float | None = None  # of gradients and errors
         self._undoable: int | None = None  # the first step that undo_step() takes back
         self._sizes: GradientSizes | None = GradientSizes()  # None once judged
 
@@ -127,24 +129,38 @@ class SavedState(ConfiguredState):
         values = real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self._states.add_to_error(parameter, values)
 
-    @torch.inference_mode(False)
-    def rescale_errors(self, factor: float) -> None:
-        """Multiply this rank's errors by factor, after the scale of the gradients has changed.
+    @property
+    def gradient_scale(self) -> float | None:
+        """What losses, and so gradients and errors, are multiplied by. None until it is assigned or loaded.
 
-        factor: the new scale divided by the old scale. A factor of 1 does nothing.
+        AMP's GradScaler changes its scale now and then. Assign it at the beginning of every step, from the
+        first one on, on every rank; after a skipped step call undo_step first. CommHook.follow does both.
+        Errors that are loaded without a scale are taken to have the first one that is assigned.
 
-        AMP's GradScaler multiplies losses by a scale, so gradients and errors have that scale, too. The
-        GradScaler changes its scale now and then. Call this after scaler.update(), on every rank; after a
-        skipped step call undo_step first. gradcomp.frameworks.CommHook.follow does both.
-
-        Raises ValueError for a factor that is not finite and positive.
+        Raises ValueError for a scale that is not finite and positive.
 
         Example::
 
-            scale = scaler.get_scale()
+            state.gradient_scale = scaler.get_scale()
+            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-            state.rescale_errors(scaler.get_scale() / scale)
+        """
+        return self._scale
+
+    @gradient_scale.setter
+    def gradient_scale(self, scale: float) -> None:
+        scale, before = SCALE("gradient_scale", scale), self._scale
+        if before is not None:
+            self.rescale_errors(scale / before)
+        self._scale = scale
+
+    @torch.inference_mode(False)
+    def rescale_errors(self, factor: float) -> None:
+        """Multiply this rank's errors by factor: the gradients' new scale divided by their old one.
+
+        gradient_scale does this for a GradScaler. Raises ValueError for a factor that is not finite and
+        positive.
         """
         if not (isinstance(factor, int | float) and 0 < factor < math.inf):
             raise ValueError(
@@ -155,6 +171,8 @@ class SavedState(ConfiguredState):
             self._states.scale_errors(factor)
         if self._sizes is not None:
             self._sizes.scale *= factor
+        if self._scale is not None:
+            self._scale *= factor
 
     # --- statistics ---
 
@@ -184,6 +202,7 @@ class SavedState(ConfiguredState):
         "errors_of": the rank that the errors belong to, {"rank", "world_size"}.
         "parameters": what is kept of each parameter, as in `state`.
         "num_parameters": the number of entries in "parameters".
+        "gradient_scale": the errors' scale, if it is known.
         """
         entries = self._states.entries()
         for entry in entries.values():
@@ -199,6 +218,7 @@ class SavedState(ConfiguredState):
             # Shows missing entries: a container that fills only the target's entries leaves none.
             "num_parameters": len(entries),
             "parameters": entries,
+            **({} if self._scale is None else {"gradient_scale": self._scale}),
         }
 
     def shared_state_dict(self) -> dict[str, Any]:
@@ -262,6 +282,7 @@ class SavedState(ConfiguredState):
         for name in PROGRESS:
             setattr(self, name, checked[name])
         self._is_resumed, self._undoable = True, None
+        self._scale = checked.get("gradient_scale")
         self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
 
     def _contents(self) -> Any:

@@ -6,7 +6,6 @@ that name.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,6 @@ from gradcomp.compress.state import CompressorState
 from gradcomp.parallel import DistributedDataParallel
 
 __all__ = ["CommHook"]
-
-SCALE = "gradient_scale"  # its key in a CommHook's state_dict
 
 
 class CommHook:
@@ -44,8 +41,6 @@ class CommHook:
             raise TypeError(f"CommHook takes a state and a hook, in this order; its hook is {hook!r}")
         self.state, self.hook = state, hook
         self._registered_on: weakref.ref[nn.Module] | None = None
-        # The gradients' scale when the errors were left; None until follow() or a checkpoint tells.
-        self._scale: float | None = None
         # At the last follow(): the scaler, its record of optimizers' overflows, and the step's number.
         self._followed: tuple[Any, dict[int, Any] | None, int] = (None, None, 0)
 
@@ -82,20 +77,17 @@ class CommHook:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a file that all ranks load; see consolidated_state_dict. A collective.
 
-        "gradient_scale" is the scale of the errors, if follow() was called. The dict is empty for a state
-        without memory, and if there is no process group.
+        The dict is empty for a state without memory, and if there is no process group.
         """
         if not (self.has_memory and dist.is_initialized()):
             return {}
         self._take_back_skipped()
-        scale = {} if self._scale is None else {SCALE: self._scale}
-        return consolidated_state_dict(self.state) | scale
+        return consolidated_state_dict(self.state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from state_dict(), before the model's first step. An empty dict changes nothing.
 
-        Raises ValueError for a state without memory, and for a gradient_scale that isn't finite and positive;
-        also raises the errors of the state's load_state_dict.
+        Raises ValueError for a state without memory, and the errors of the state's load_state_dict.
         """
         if not state_dict:
             return
@@ -104,11 +96,7 @@ class CommHook:
                 f"the checkpoint has a compressing hook's state ({', '.join(state_dict)}), but this hook's "
                 f"state is {self.state!r}"
             )
-        scale = state_dict.get(SCALE)
-        if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
-            raise ValueError(f"{SCALE} is {scale!r}, but must be finite and positive")
-        self.state.load_state_dict({name: value for name, value in state_dict.items() if name != SCALE})
-        self._scale = scale
+        self.state.load_state_dict(state_dict)
 
     def follow(self, scaler: Any) -> None:
         """Follow a GradScaler: take back the step that it skipped, and rescale the errors to its scale.
@@ -129,16 +117,13 @@ class CommHook:
         if not self.has_memory:
             return
         self._take_back_skipped()  # before rescaling: what was kept has the old scale
-        scale, before = 1.0 if scaler is None else scaler.get_scale(), self._scale
-        if before is not None:
-            self.state.rescale_errors(scale / before)
-        elif scaler is not None and self.state.is_compared:
+        if self.state.gradient_scale is None and scaler is not None and self.state.is_compared:
             raise RuntimeError(
                 f"CommHook.follow is called for the first time after {self.state.iter} steps, so the scale "
                 "of the errors is unknown. Likely cause: it is called after the scaler's update "
                 "only. Call comm_hook.follow(scaler) at the beginning of every step, before backward"
             )
-        self._scale = scale
+        self.state.gradient_scale = 1.0 if scaler is None else scaler.get_scale()
         overflows = getattr(scaler, "_per_optimizer_states", None)  # a disabled scaler has none
         self._followed = scaler, overflows, self.state.iter
         if overflows is not None:

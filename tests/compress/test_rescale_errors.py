@@ -27,7 +27,7 @@ KINDS = {
 }
 
 
-def averages(rank, name, scales, follow=True, resume_at=None):
+def averages(rank, name, scales, follow="rescale", resume_at=None):
     """Average a bucket in each step, multiplied by the step's scale; return averages divided by the scale."""
     make, hook = KINDS[name]
     state, found = make(), []
@@ -35,7 +35,9 @@ def averages(rank, name, scales, follow=True, resume_at=None):
         if step == resume_at:
             saved, state = state.state_dict(), make()
             state.load_state_dict(saved)
-        if step and follow:
+        if follow == "assign":
+            state.gradient_scale = scale
+        elif step and follow == "rescale":
             state.rescale_errors(scale / scales[step - 1])
         gradient = random_gradient(SHAPES, rank, step) * scale
         found.append(hook(state, Bucket(gradient, SHAPES)).wait() / scale)
@@ -46,8 +48,8 @@ def runs(rank, name):
     return (
         averages(rank, name, [1.0] * len(SCALES)),
         averages(rank, name, SCALES),
-        averages(rank, name, SCALES, resume_at=4),
-        averages(rank, name, SCALES, follow=False),
+        averages(rank, name, SCALES, "assign", resume_at=4),
+        averages(rank, name, SCALES, follow=None),
     )
 
 
@@ -75,3 +77,5 @@ def test_the_scale_makes_no_difference_to_averages(run_ranks, name, interpret):
 def test_a_factor_that_is_none(factor):
     with pytest.raises(ValueError, match="the new scale divided by the old one, finite and positive; got"):
         QuantizationState().rescale_errors(factor)
+    with pytest.raises(ValueError, match=r"gradient_scale is .*, but must be finite and positive"):
+        QuantizationState().gradient_scale = factor
