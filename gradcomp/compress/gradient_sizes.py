@@ -37,14 +37,23 @@ class GradientSizes:
         self.num_steps, self.last_step, self.scale = 0, -1, 1.0
         self._copied: torch.cuda.Event | None = None
 
-    def allocated(self, keys: list[str], device: torch.device) -> torch.Tensor:
-        """Return the norms, allocated, for the bucket with these keys."""
-        self.keys = keys
-        self.norms = torch.zeros(NUM_STEPS, NUM_PARTS, dtype=torch.float32, device=device)
-        return self.norms
+    def are_judged(self, state: Any, keys: list[str], buffer: torch.Tensor) -> bool:
+        """Note a step's first bucket. After NUM_STEPS, warn for a state if its gradients' unit has changed.
 
-    def is_judged(self, state: Any) -> bool:
-        """Warn for a state if its gradients' unit has changed. Returns False while that isn't known."""
+        Returns False while that isn't known: call this in the next step, too.
+        """
+        if self.norms is None:
+            self.keys = keys
+            self.norms = torch.zeros(NUM_STEPS, NUM_PARTS, dtype=torch.float32, device=buffer.device)
+        if self.keys != keys:
+            return False
+        if self.num_steps < NUM_STEPS:
+            stride, wide = buffer.numel() // NUM_PARTS, torch.promote_types(buffer.dtype, torch.float32)
+            parts = buffer.as_strided((NUM_PARTS, min(stride, PART_NUMEL)), (stride, 1))
+            norms = torch.linalg.vector_norm(parts, dim=1, dtype=wide)
+            self.norms[self.num_steps] = norms / self.scale
+            self.num_steps, self.last_step = self.num_steps + 1, state.iter
+            return False
         num_jumps = self.num_jumps()
         if num_jumps is not None and num_jumps >= MANY_JUMPS and state._states.have_errors:
             logger_of(state).warning(WARNING, state.algorithm, num_jumps)

@@ -87,6 +87,10 @@ class Bucket:
         """A number that random choices for the bucket depend on: on its parameters, not their order."""
         return draw_of(self.keys)
 
+    def seed(self, random_seed: int, step: int) -> int:
+        """Return the seed for the bucket's random choices in a step, the same on every rank."""
+        return (random_seed * 1_000_003 + step * 8_191) % 2**62 + self.draw
+
     @property
     def numels(self) -> list[int]:
         """The number of elements of each parameter."""
@@ -114,7 +118,8 @@ class Bucket:
         """Return whether the parameters are these, in this order, and dtype, options and shapes are equal."""
         if self.dtype != dtype or len(self.parameters) != len(parameters):
             return False
-        parameters = self.ordered(parameters)
+        if self.order is not None:
+            parameters = self.ordered(parameters)
         if any(ref() is not each for ref, each in zip(self.parameters, parameters, strict=True)):
             return False
         # A real parameter has its gradient's shape. real_shape also handles complex ones, but takes longer.
@@ -152,7 +157,7 @@ class Bucket:
             parts = self.ordered(buffer.split(numels))
             flat = torch.cat(parts)
         self.undo = None if undoable is None else (undoable, [self._snapshot(compressor)])
-        if self.waits:
+        if self.pending and self.waits:
             self._send_pending(flat, unused)
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
         yield from compressor.reduce(flat, out, group, seed, unused)

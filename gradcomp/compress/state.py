@@ -36,7 +36,6 @@ from ..rules import described
 from .agreement import Place, agree
 from .announcement import UNCLAIMED, saved_bytes, warn_of_keys
 from .compressor import BucketSpec, Compressor
-from .gradient_sizes import NUM_PARTS, NUM_STEPS, PART_NUMEL
 from .parameter_keys import draw_of
 from .parameter_states import Bucket
 from .saved_state import SavedState, warn_of_another_ranks_errors
@@ -256,23 +255,15 @@ class CompressorState(SavedState):
         buffer, step = bucket.buffer(), self._steps.num
         if own.made_for != (phase.compressor, buffer.device, phase.is_flat):
             self._make_compressor(bucket, phase, own)
-        compressor, sizes = own.compressor, self._sizes
+        compressor, is_first = own.compressor, self._steps.num_buckets == 1
         assert compressor is not None
-        is_first = self._steps.num_buckets == 1
-        if sizes is not None and is_first and sizes.keys in ([], own.keys):
-            if sizes.num_steps < NUM_STEPS:
-                norms = sizes.allocated(own.keys, buffer.device) if sizes.norms is None else sizes.norms
-                stride, wide = buffer.numel() // NUM_PARTS, torch.promote_types(buffer.dtype, torch.float32)
-                parts = buffer.as_strided((NUM_PARTS, min(stride, PART_NUMEL)), (stride, 1))
-                norms[sizes.num_steps] = torch.linalg.vector_norm(parts, dim=1, dtype=wide) / sizes.scale
-                sizes.num_steps, sizes.last_step = sizes.num_steps + 1, step
-            elif sizes.is_judged(self):
-                self._sizes = None
+        if self._sizes is not None and is_first and self._sizes.are_judged(self, own.keys, buffer):
+            self._sizes = None
         if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
         else:
             # The next step's seed: a compressor ends a step by choosing the next step's random projections.
-            seed = self._seed(own, step + 1)
+            seed = own.seed(self._settings.random_seed, step + 1)
             if own.undo is not None and own.undo[0] < step:
                 self._states.lost_undo = max(self._states.lost_undo, own.undo[0])
             undoable = None if self._undoable is None else step
@@ -292,7 +283,8 @@ class CompressorState(SavedState):
     def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket) -> None:
         """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
         assert phase.compressor is not None
-        spec = self._spec(bucket, phase, own, self._seed(own, self._steps.num))
+        seed = own.seed(self._settings.random_seed, self._steps.num)
+        spec = self._spec(bucket, phase, own, seed)
         lost = self._states.make_compressor(own, phase.compressor, spec)
         warn_of_keys(self, "the checkpoint has other shapes of %s, whose errors start at zero", lost)
         own.made_for = (phase.compressor, spec.device, phase.is_flat)
@@ -310,10 +302,6 @@ class CompressorState(SavedState):
             ranks_per_node=1 if phase.is_flat else self._place.ranks_per_node,
             has_delay=self._place.has_delay,
         )
-
-    def _seed(self, own: Bucket, step: int) -> int:
-        """Return the seed for a bucket's random choices in a step, the same on every rank."""
-        return (self._settings.random_seed * 1_000_003 + step * 8_191) % 2**62 + own.draw
 
     def _compare(
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
