@@ -33,6 +33,7 @@ class BucketSpec:
     draws: for each tensor, a number: seed + draw is the tensor's own seed in any bucket; None without one.
     ranks_per_node: the number of ranks on each node, for hierarchical compressors; 1 if the group is
         averaged without nodes. comm.nodes.nodes_of returns the groups.
+    place: this rank's number in its node.
     has_delay: whether a round trip between ranks (nodes) takes long; see comm/exchange.py.
     is_shard: whether a rank gets the sum of its own shard only, not the average of all: the flat buffer then
         has a row of padded gradients for each rank. Shapes and errors are of whole tensors.
@@ -47,6 +48,7 @@ class BucketSpec:
     has_delay: bool = False
     is_shard: bool = False
     draws: tuple[int, ...] | None = None
+    place: int = 0
 
     @property
     def numels(self) -> list[int]:

@@ -100,10 +100,10 @@ class QuantizedCompressor(Compressor):
                 quantized = {part.position for part in self._sum.layout.quantized}
                 self.sent_exactly = set(range(len(bucket.shapes))) - quantized
         self._numel = sum(bucket.numels)
-        self._place: int | None = None  # in the node, known from the first step on
-        self._loaded: Tensor | None = None  # the bucket's errors, until the next step
+        self._kept = list(self._sum.kept(bucket.place))
+        self._rest: Tensor | None = None  # loaded errors that this place doesn't keep, for the next step
         # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
-        self._just_loaded: Tensor | None = None
+        self._sent: Tensor | None = None
         # The number of elements in an all-reduce that sends as many bytes.
         self.sent_numel = -(-self._sum.num_bytes // bucket.dtype.itemsize)
 
@@ -130,45 +130,29 @@ class QuantizedCompressor(Compressor):
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
     ) -> Works:
         """Average blocks quantized, everything else exactly. Zeros are sent for unused tensors."""
-        place = self._sum.place(group)
-        rest = self._just_loaded = None
-        if self._loaded is not None or place != self._place:
-            rest = self._just_loaded = self._take_place(place)
-        yield from self._sum.reduce(flat, out, group, unused, rest)
+        self._sent, self._rest = self._rest, None
+        yield from self._sum.reduce(flat, out, group, unused, self._sent)
 
     # --- errors ---
 
     def current_error(self) -> Tensor | None:
-        error = self._sum.error
-        if self._loaded is not None or error is None:
-            return self._loaded
-        flat = error.new_zeros(self._numel)
-        if self._place is not None:
-            for in_bucket, kept in self._sum.kept(self._place):
-                flat[in_bucket] = error[kept] / self._sum.unit
+        if (error := self._sum.error) is None:
+            return None
+        flat = error.new_zeros(self._numel) if self._rest is None else self._rest.clone()
+        for in_bucket, kept in self._kept:
+            flat[in_bucket] = error[kept] / self._sum.unit
         return flat
 
     def state(self) -> State:
         error = self.current_error()
-        return {} if error is None else {"error": error.clone()}
+        return {} if error is None else {"error": error}
 
     def load(self, state: State) -> None:
-        if self._sum.error is not None and "error" in state:
-            like = {"device": self._sum.error.device, "dtype": self._sum.error.dtype}
-            self._loaded = state["error"].to(**like, copy=True)
-
-    def _take_place(self, place: int) -> Tensor | None:
-        """Take this rank's place in its node, and continue from the loaded errors.
-
-        Returns the loaded errors that this place doesn't keep, to be added to the gradients; None if nothing
-        was loaded.
-        """
-        loaded = self._loaded if self._place is None else self.current_error()  # the nodes may have changed
-        self._place, self._loaded = place, None
-        if loaded is None or self._sum.error is None:
-            return None
-        self._sum.error.zero_()
-        for in_bucket, kept in self._sum.kept(place):
-            self._sum.error[kept] = loaded[in_bucket] * self._sum.unit
-            loaded[in_bucket] = 0.0
-        return loaded
+        """Continue from errors. Those that this place doesn't keep are added to the next step's gradients."""
+        if (error := self._sum.error) is None or "error" not in state:
+            return
+        self._rest = rest = state["error"].to(error, copy=True)
+        error.zero_()
+        for in_bucket, kept in self._kept:
+            error[kept] = rest[in_bucket] * self._sum.unit
+            rest[in_bucket] = 0.0

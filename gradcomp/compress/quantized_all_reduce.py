@@ -88,10 +88,6 @@ class FlatAllReduce:
         """The errors that this rank keeps, times unit; None without error feedback."""
         return self.plan.error
 
-    def place(self, group: ProcessGroup) -> int:
-        """Return the number, among the ranks of a node, that decides which elements' errors a rank keeps."""
-        return 0
-
     def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
         """Yield (elements of the bucket, their errors in `error`) that the rank of this place keeps."""
         for run in self.layout.runs:
@@ -188,10 +184,6 @@ class HierarchicalAllReduce:
     def error(self) -> Tensor | None:
         """The errors of the node's sum of the piece, times unit; None without error feedback."""
         return self.plan.error
-
-    def place(self, group: ProcessGroup) -> int:
-        """Return this rank's place in its node."""
-        return nodes_of(group, self._ranks_per_node).within.rank()
 
     def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
         """Yield (elements of the bucket, their errors in `error`) of this place's piece."""

@@ -69,10 +69,6 @@ class ReduceScatter:
         exact_bytes = (self._plan_options["uncompressed_dtype"] or self._dtype).itemsize
         self.num_bytes = spec.world_size * self.layout.sections(self._plan_options["bits"], exact_bytes)[1]
 
-    def place(self, group: ProcessGroup) -> int:
-        """Return this rank's place in its node."""
-        return 0 if self._ranks_per_node == 1 else nodes_of(group, self._ranks_per_node).within.rank()
-
     def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
         """Yield (elements among all tensors' elements, their errors in `error`) of this place's rows."""
         num_tensors = len(self._shards.shard_shapes)

@@ -20,6 +20,7 @@ undo_step takes back all steps since a change, such as the steps of several mode
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -291,6 +292,7 @@ class CompressorState(SavedState):
 
     def _spec(self, bucket: dist.GradBucket, phase: Phase, own: Bucket, seed: int) -> BucketSpec:
         """Return what a compressor of the phase is made for."""
+        place = replace(self._place, ranks_per_node=1, place=0) if phase.is_flat else self._place
         return BucketSpec(
             tuple(own.shapes),
             own.dtype,
@@ -298,9 +300,10 @@ class CompressorState(SavedState):
             seed=seed,
             is_shard=isinstance(bucket, ShardBucket),
             draws=tuple(draw_of([key]) - own.draw for key in own.keys),
-            world_size=self._place.size,
-            ranks_per_node=1 if phase.is_flat else self._place.ranks_per_node,
-            has_delay=self._place.has_delay,
+            world_size=place.size,
+            ranks_per_node=place.ranks_per_node,
+            place=place.place,
+            has_delay=place.has_delay,
         )
 
     def _compare(

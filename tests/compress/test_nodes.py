@@ -295,8 +295,8 @@ def skip_a_layer(rank, group, kind, users):
 
     Returns (error before that step, gradient, output, error after it).
     """
-    nodes_of(group, 2)
-    spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), group.size(), 0, ranks_per_node=2)
+    place = nodes_of(group, 2).within.rank()
+    spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), group.size(), 0, 2, place=place)
     compressor_class, options = COMPRESSORS[kind]
     compressor = compressor_class(spec, options)
     for step in range(2):
