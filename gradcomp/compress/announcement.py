@@ -1,15 +1,49 @@
-"""What a state says of bytes, and of a checkpoint's entries."""
+"""What a state says of its steps, of bytes, and of a checkpoint's entries."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from ..comm.announcement import say
 from ..comm.consistency import first_of
+from ..comm.process_group import joined_group
+from .agreement import Place
 from .settings import ConfiguredState, logger_of
+
+# A state with more exact steps than this before compression says so in its first step.
+LONG_START = 10
 
 UNCLAIMED = (
     "the checkpoint has errors of parameters that the first step did not bring: %s. They wait for these. "
     "Likely cause: another model, or the runs differ in bucket_cap_mb, find_unused_parameters or wrapper, "
     "and one has no names of parameters: call state.number_parameters(model.named_parameters()) in both"
 )
+
+
+def announce_start(state: Any) -> None:
+    """Announce that a state's first steps are exact."""
+    state.announced.add("")
+    group = joined_group(state.process_group)
+    say(f"{state.algorithm}: exact averages until step {state.start_iter}", group)
+
+
+def announce_phase(state: Any, name: str, place: Place, gradient_bytes: int, sent_bytes: int) -> None:
+    """Announce a phase's first compressed step.
+
+    name: the phase's.
+    gradient_bytes: the bytes of the step's gradients.
+    sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
+    """
+    state.announced.add(name)
+    is_resumed = state.is_resumed and state.iter > state.start_iter
+    begins, on = ("continues to compress at", "") if is_resumed else ("compresses from", " on")
+    per = f"node, between {place.nodes}" if place.nodes else "rank"
+    saved = saved_bytes(gradient_bytes, sent_bytes)
+    text = f"{name} {begins} step {state.iter}{on}: {saved} per step and {per}"
+    if place.has_delay:
+        text += f"; a message and its answer take {place.round_trip_s * 1e3:.0f} ms"
+    say(text, joined_group(state.process_group))
+    if sent_bytes >= gradient_bytes:
+        logger_of(state).warning("%s saves no bytes%s.", name, state._why_nothing_is_saved())
 
 
 def saved_bytes(gradient_bytes: int, sent_bytes: int) -> str:

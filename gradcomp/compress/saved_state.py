@@ -16,14 +16,11 @@ from .parameter_states import Entries, ParameterStates
 from .settings import ConfiguredState, Settings, as_dict, logger_of
 
 
-class SavedState(ConfiguredState):
-    """What every state keeps of parameters, and its checkpoints, pickles and copies."""
+class KeptState(ConfiguredState):
+    """What every state keeps of parameters, and how errors follow what the loop does with averages."""
 
     keep_undo: bool = False
     recorder: Any
-    total_numel_before_compression: int
-    total_numel_after_compression: int
-    next_stats_report: int
     _steps: Any  # Steps
 
     def _reset(self, process_group: Any, settings: Settings) -> None:
@@ -31,13 +28,7 @@ class SavedState(ConfiguredState):
         self._given = process_group, self._default_ranks_per_node
         self._settings = settings
         self._states = ParameterStates()
-        self.next_stats_report = 0
-        self.total_numel_before_compression = self.total_numel_after_compression = 0
-        self._is_resumed = False
-        # The rank that saved the loaded errors, until this process's own rank is known.
-        self._errors_of: dict[str, Any] | None = None
         self._scale: float | None = None  # of gradients and errors
-        self._undoable: int | None = None  # the first step that undo_step() takes back
         self._sizes: GradientSizes | None = GradientSizes()  # None once judged
 
     # --- parameters ---
@@ -95,8 +86,8 @@ class SavedState(ConfiguredState):
                     optimizer.step()
                 optimizer.zero_grad()
         """
-        first, self._undoable, self.compared_in = self._undoable, None, None
-        steps = self._steps
+        steps, self.compared_in = self._steps, None
+        first, steps.undoable = steps.undoable, None
         end = steps.num + (steps.num_buckets > 0)
         has_begun = first is not None and (step != end or steps.is_joined)
         if self.keep_undo and step is not None and not has_begun:
@@ -174,7 +165,35 @@ class SavedState(ConfiguredState):
         if self._scale is not None:
             self._scale *= factor
 
-    # --- statistics ---
+    def errors_of_buckets(self) -> dict[int, torch.Tensor]:
+        """Return copies of this rank's errors by the index of their bucket, [numel]."""
+        return self._states.errors_of_buckets()
+
+    @property
+    def state(self) -> Entries:
+        """What is kept of each parameter, copied: {name: {"error": [as the parameter], ...}}.
+
+        The keys are the parameters' names, see number_parameters; without names, the place where a bucket
+        first brought them. What belongs to a whole bucket has a tuple of all its parameters' keys as its key.
+        Errors are in the gradients' unit; the error of a complex parameter has a last dimension of 2.
+        """
+        return self._states.entries()
+
+
+class SavedState(KeptState):
+    """A state's statistics, and its checkpoints, pickles and copies."""
+
+    total_numel_before_compression: int
+    total_numel_after_compression: int
+    next_stats_report: int
+
+    def _reset(self, process_group: Any, settings: Settings) -> None:
+        super()._reset(process_group, settings)
+        self.next_stats_report = 0
+        self.total_numel_before_compression = self.total_numel_after_compression = 0
+        self.is_resumed = False
+        # The rank that saved the loaded errors, until this process's own rank is known.
+        self._errors_of: dict[str, Any] | None = None
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (compression rate, elements before compression, elements after), summed over all steps."""
@@ -229,20 +248,6 @@ class SavedState(ConfiguredState):
                 entry["error"] = error.new_zeros((), device=error.device).expand(error.shape)  # one element
         return found | {"errors_of": None}
 
-    @property
-    def state(self) -> Entries:
-        """What is kept of each parameter, copied: {name: {"error": [as the parameter], ...}}.
-
-        The keys are the parameters' names, see number_parameters; without names, the place where a bucket
-        first brought them. What belongs to a whole bucket has a tuple of all its parameters' keys as its key.
-        Errors are in the gradients' unit; the error of a complex parameter has a last dimension of 2.
-        """
-        return self._states.entries()
-
-    def errors_of_buckets(self) -> dict[int, torch.Tensor]:
-        """Return copies of this rank's errors by the index of their bucket, [numel]."""
-        return self._states.errors_of_buckets()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state_dict, including its options. The process group stays.
 
@@ -281,8 +286,7 @@ class SavedState(ConfiguredState):
         self._states.load(checked["parameters"])
         for name in PROGRESS:
             setattr(self, name, checked[name])
-        self._is_resumed, self._undoable = True, None
-        self._scale = checked.get("gradient_scale")
+        self.is_resumed, self._scale = True, checked.get("gradient_scale")
         self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
 
     def _contents(self) -> Any:

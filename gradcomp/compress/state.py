@@ -27,25 +27,21 @@ import torch
 import torch.distributed as dist
 
 from ..comm.all_reduce import average_in_place
-from ..comm.announcement import say
 from ..comm.bucket import ShardBucket, checked_bucket
 from ..comm.exchange import reduce_scatter
 from ..comm.pipeline import Pipeline, Stages, average_in_stages
-from ..comm.process_group import Explaining, joined_group
+from ..comm.process_group import Explaining
 from ..comm.streams import Future
 from ..rules import described
 from .agreement import Place, agree
-from .announcement import UNCLAIMED, saved_bytes, warn_of_keys
+from .announcement import LONG_START, UNCLAIMED, announce_phase, announce_start, warn_of_keys
 from .compressor import BucketSpec, Compressor
 from .parameter_keys import draw_of
 from .parameter_states import Bucket
 from .saved_state import SavedState, warn_of_another_ranks_errors
-from .settings import Settings, logger_of, option, setting
+from .settings import Settings, option, setting
 
 __all__ = ["CompressorState", "Phase", "compress_hook", "option", "setting"]
-
-# A state with more exact steps than this before compression says so in its first step.
-LONG_START = 10
 
 
 class Phase(NamedTuple):
@@ -135,7 +131,7 @@ class CompressorState(SavedState):
         self._steps: Steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
         self._phase_options: Any = None  # the options that it was asked for
-        self._announced: set[str] = set()
+        self.announced: set[str] = set()
         self._pipeline = Pipeline()
         self.recorder: Any = None
         self.shard_group: dist.ProcessGroup | None = None
@@ -176,12 +172,10 @@ class CompressorState(SavedState):
         if phase is not None and phase.compressor is not None and self._steps.num >= self.next_stats_report:
             self._report_stats()
         if phase is not None and gradient_bytes:
-            if self._announces_phases and phase.name not in self._announced:
-                _announce(self, phase, gradient_bytes, sent_bytes)
-        elif not self._announced and self.start_iter - self.iter > LONG_START:
-            self._announced.add("")
-            group = joined_group(self.process_group)
-            say(f"{self.algorithm}: exact averages until step {self.start_iter}", group)
+            if self._announces_phases and phase.name not in self.announced:
+                announce_phase(self, phase.name, self._place, gradient_bytes, sent_bytes)
+        elif not self.announced and self.start_iter - self.iter > LONG_START:
+            announce_start(self)
         self.is_compared |= self.compared_in is not None
         self._steps.num += 1
 
@@ -210,7 +204,7 @@ class CompressorState(SavedState):
             self._steps.take(parameters)
         is_first = self._steps.num_buckets == 1
         if is_first:
-            self._undoable = self._steps.first if self.keep_undo else None
+            self._steps.undoable = self._steps.first if self.keep_undo else None
             if not self.keep_undo:
                 self._states.lost_undo = self._steps.num
         if not self._place.is_in(group):
@@ -267,7 +261,7 @@ class CompressorState(SavedState):
             seed = own.seed(self._settings.random_seed, step + 1)
             if own.undo is not None and own.undo[0] < step:
                 self._states.lost_undo = max(self._states.lost_undo, own.undo[0])
-            undoable = None if self._undoable is None else step
+            undoable = None if self._steps.undoable is None else step
             running = own.stages(bucket, group, seed, undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
@@ -347,26 +341,6 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
     return state.average("compress_hook", bucket)
 
 
-def _announce(state: CompressorState, phase: Phase, gradient_bytes: int, sent_bytes: int) -> None:
-    """Announce a phase's first compressed step.
-
-    gradient_bytes: the bytes of the step's gradients.
-    sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
-    """
-    state._announced.add(phase.name)
-    is_resumed = state._is_resumed and state.iter > state.start_iter
-    begins, on = ("continues to compress at", "") if is_resumed else ("compresses from", " on")
-    saved = saved_bytes(gradient_bytes, sent_bytes)
-    place = state._place
-    per = f"node, between {place.nodes}" if place.nodes else "rank"
-    text = f"{phase.name} {begins} step {state.iter}{on}: {saved} per step and {per}"
-    if place.has_delay:
-        text += f"; a message and its answer take {place.round_trip_s * 1e3:.0f} ms"
-    say(text, joined_group(state.process_group))
-    if sent_bytes >= gradient_bytes:
-        logger_of(state).warning("%s saves no bytes%s.", phase.name, state._why_nothing_is_saved())
-
-
 def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:
     """Sum a bucket's shard without compression. Yields the collective."""
     buffer = bucket.buffer()
@@ -379,6 +353,7 @@ class Steps:
 
     num: the number of steps before the current one.
     first: the first step since gradients or parameters were changed.
+    undoable: the first step that undo_step() takes back; None if it can't take back any.
     is_over: True if backward has ended since the last bucket.
     is_joined: True if a backward has ended in the current step, and another one has gone on with it.
     num_buckets: the number of buckets so far.
@@ -392,6 +367,7 @@ class Steps:
 
     def __init__(self, num: int = 0) -> None:
         self.num = self.first = num
+        self.undoable: int | None = None
         self._backward = -1
         self._parameters: set[int] = set()  # since `first` began
         self._watched: list[weakref.ref[torch.Tensor]] = []  # of the backward's first bucket

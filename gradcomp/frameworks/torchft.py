@@ -21,7 +21,7 @@ from torch import nn
 from gradcomp.comm.bucket import Hooked
 from gradcomp.comm.pipeline import end_backward
 from gradcomp.comm.process_group import device_for
-from gradcomp.compress.sharing import furthest, take_over
+from gradcomp.compress.agreement import furthest, take_over
 from gradcomp.compress.state import CompressorState
 from gradcomp.rules import described
 

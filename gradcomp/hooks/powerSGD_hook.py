@@ -235,9 +235,9 @@ def batched_powerSGD_hook(  # noqa: N802
     """
     if not isinstance(state, PowerSGDState):
         _refuse("batched_powerSGD_hook", state, bucket)
-    asks = isinstance(bucket, dist.GradBucket) and state.use_error_feedback and LOST not in state._announced
+    asks = isinstance(bucket, dist.GradBucket) and state.use_error_feedback and LOST not in state.announced
     if asks and len({parameter.grad is None for parameter in bucket.parameters()}) == 2:
-        state._announced.add(LOST)
+        state.announced.add(LOST)
         logger.warning(LOST)
     return state.average("batched_powerSGD_hook", bucket, _squared(state.options))
 

@@ -31,7 +31,7 @@ from ..comm.consistency import difference, require_all_ranks, require_same_on_al
 from ..comm.process_group import ExplainedError, device_for, ranks_of, resolve_group
 from ..comm.reduced_values import ReducedValues
 from ..compress import CompressorState
-from ..compress.sharing import furthest, take_over
+from ..compress.agreement import furthest, take_over
 from ..reducer import broadcast_coalesced
 from ..reducer.average import Averaging
 from ..reducer.parameters import common_name_of
