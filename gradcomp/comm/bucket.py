@@ -233,15 +233,10 @@ class Hooked(NamedTuple):
         is_group = self.state is None or isinstance(self.state, dist.ProcessGroup)
         return self._replace(state=group) if is_group else self
 
-    def number_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Tell the state the parameters' names, if it takes any."""
-        if self.can("number_parameters"):
-            self.state.number_parameters(named_parameters)
-
-    def end_step(self) -> None:
-        """End the step of a state that counts steps, where no bucket says that it is the last."""
-        if self.can("end_step"):
-            self.state.end_step()
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Call a method of the state, if the state has one of this name."""
+        if self.can(method):
+            getattr(self.state, method)(*arguments)
 
     @property
     def step(self) -> int | None:

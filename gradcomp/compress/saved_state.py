@@ -124,18 +124,11 @@ class KeptState(ConfiguredState):
     def gradient_scale(self) -> float | None:
         """What losses, and so gradients and errors, are multiplied by. None until it is assigned or loaded.
 
-        AMP's GradScaler changes its scale now and then. Assign it at the beginning of every step, from the
-        first one on, on every rank; after a skipped step call undo_step first. CommHook.follow does both.
-        Errors that are loaded without a scale are taken to have the first one that is assigned.
+        Assign scaler.get_scale() at the beginning of every step, from the first one on, on every rank; after
+        a skipped step call undo_step first. CommHook.follow does both. Errors that are loaded without a scale
+        are taken to have the first one that is assigned.
 
         Raises ValueError for a scale that is not finite and positive.
-
-        Example::
-
-            state.gradient_scale = scaler.get_scale()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
         """
         return self._scale
 
@@ -292,14 +285,14 @@ class SavedState(KeptState):
     def _contents(self) -> Any:
         """Return the contents of a pickle or a copy: everything except the process group."""
         nodes = {"ranks_per_node": self.ranks_per_node}
-        if _has_one_compressor(type(self)):
+        if hasattr(type(self), "_compressor"):
             return {**self.state_dict(), **nodes}
         classes = {"compressor": self._compressor, "options_class": self._options_class}
         return {**classes, **nodes, "state_dict": self.state_dict()}
 
     def _restore(self, contents: Any, process_group: Any) -> None:
         """Set all attributes from _contents(). Raises the errors of load_state_dict."""
-        if not _has_one_compressor(type(self)):
+        if not hasattr(type(self), "_compressor"):
             self._compressor, self._options_class = contents["compressor"], contents["options_class"]
             contents = {**contents["state_dict"], "ranks_per_node": contents["ranks_per_node"]}
         ranks_per_node: Any = self._default_ranks_per_node
@@ -350,7 +343,3 @@ def warn_of_another_ranks_errors(state: SavedState, group: dist.ProcessGroup | N
         "all, or for another world size, with consolidated_state_dict(state).",
         *(state.algorithm, now, owner),
     )
-
-
-def _has_one_compressor(state_class: type[SavedState]) -> bool:
-    return hasattr(state_class, "_compressor")

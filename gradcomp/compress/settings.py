@@ -1,8 +1,9 @@
 """The options and settings of a hook's state."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -83,14 +84,9 @@ class _Attribute:
         state.change(replace(state.settings, **change))
 
 
-def option() -> Any:
-    """Return a class attribute that stands for the field of the same name in a state's options."""
-    return _Attribute(is_option=True)
-
-
-def setting() -> Any:
-    """Return a class attribute that stands for the field of the same name in a state's settings."""
-    return _Attribute(is_option=False)
+# Each makes a class attribute that stands for the field of the same name in a state's options, or settings.
+option: Callable[[], Any] = partial(_Attribute, is_option=True)
+setting: Callable[[], Any] = partial(_Attribute, is_option=False)
 
 
 class ConfiguredState:

@@ -160,13 +160,10 @@ class PowerSGDState(CompressorState):
         return {"start_powerSGD_iter": compared.pop("start_iter"), **compared}
 
     def phase(self, options: PowerSGDOptions, group: dist.ProcessGroup, device: torch.device) -> Phase:
-        compressing = Phase(self.algorithm, PowerSGDCompressor, options)
-        if self._steps.num >= self._settings.start_iter:
-            return compressing
-        if options.start_bits is None:
-            return Phase(self.algorithm, None, options, warms_up=(compressing,))
-        name = f"the quantized start of {self.algorithm}"
-        return Phase(name, QuantizedStart, options, warms_up=(compressing,))
+        phase = super().phase(options, group, device)
+        if phase.compressor is not None or options.start_bits is None:
+            return phase
+        return phase._replace(name=f"the quantized start of {self.algorithm}", compressor=QuantizedStart)
 
     def _why_nothing_is_saved(self) -> str:
         return (

@@ -123,7 +123,8 @@ class LocalSteps(SavedSteps):
         self._common = CommonWeights(self._own.params, outer_optimizer)
         self._keys = self._own.keys()
         # The state may average the model's gradients, too.
-        self._hooked.number_parameters((f"local_steps({name})", each) for name, each in self._keys.items())
+        named = ((f"local_steps({name})", each) for name, each in self._keys.items())
+        self._hooked.tell("number_parameters", named)
         self._meet(is_new=True)
 
     @property

@@ -254,7 +254,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         check_hook(state, hook)
         self.reducer.register_comm_hook(state, hook)
-        Hooked(hook, state).number_parameters(self.module.named_parameters())  # frozen ones, too
+        Hooked(hook, state).tell("number_parameters", self.module.named_parameters())  # frozen ones, too
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

@@ -130,7 +130,7 @@ class Averaging:
             else:
                 ops.unflatten(buffer, layout, out=members, parts=parts)
         if self._ends_step:  # no bucket has said that it is the last
-            self._hooked.end_step()
+            self._hooked.tell("end_step")
         self._buckets, self._ends_step = [], False
 
 
@@ -180,7 +180,7 @@ def _paired(
             new.append((f"average_({name})", parameter))
         known[name] = parameter, call
     if new and keys is not None:
-        hooked.number_parameters(new)  # by these names, in checkpoints too. A model's parameters have others
+        hooked.tell("number_parameters", new)  # in checkpoints, too; a model's parameters have other names
     for name, (_, last) in list(known.items()):
         if isinstance(name, tuple) and last <= call - NUM_CALLS:
             del known[name]

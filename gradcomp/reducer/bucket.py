@@ -298,7 +298,7 @@ class BucketCommunicator:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.hooked = hooked
         self._name_operations()
-        hooked.number_parameters(zip(self.names, self.params, strict=True))
+        hooked.tell("number_parameters", zip(self.names, self.params, strict=True))
 
     def _name_operations(self) -> None:
         name, numbers = self.hooked.name, range(len(self.buckets))
@@ -346,7 +346,7 @@ class BucketCommunicator:
                 if result.data_ptr() != buffer.data_ptr():
                     buffer.copy_(result)
         left_out = {position for position, index in enumerate(bucket.indices) if index in kept}
-        for position in sorted(left_out) if self.hooked.can("take_back") else []:
+        for position in sorted(left_out) if self.hooked.can("take_back") else ():
             parameter = bucket.parameters[position]
             before = None if self.as_view else parameter.grad
             before = gradients_before.get(bucket.indices[position], before)

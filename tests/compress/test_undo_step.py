@@ -261,6 +261,8 @@ def break_off(rank, group, make):
         before = state.iter
         pairs.append([kept_in(state)])
         step(*buckets, is_complete=False)
+        if buckets:  # a Reducer does this where no rank has used a parameter
+            state.take_back(buckets[0][0], torch.ones(240))
         state.undo_step(before)
         pairs[-1].append(kept_in(state))
         step(parameters)
