@@ -41,11 +41,6 @@ class Place:
     nodes: str = ""
     round_trip_s: float = 0.0
 
-    def is_in(self, group: dist.ProcessGroup) -> bool:
-        """Return whether the place is this group's, with the group's present size and this rank's number."""
-        is_same = self.group is not None and self.group() is group
-        return is_same and self.size == group.size() and self.rank == group.rank()
-
     @property
     def has_delay(self) -> bool:
         """Whether a round trip takes long; see comm/exchange.py."""

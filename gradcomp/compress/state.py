@@ -207,9 +207,10 @@ class CompressorState(SavedState):
             self._steps.undoable = self._steps.first if self.keep_undo else None
             if not self.keep_undo:
                 self._states.lost_undo = self._steps.num
-        if not self._place.is_in(group):
+        place, size, rank = self._place, group.size(), group.rank()
+        if (place.group and place.group()) is not group or (place.size, place.rank) != (size, rank):
             self._states.give_all_back()
-            self._place = Place(weakref.ref(group), group.size(), group.rank())
+            self._place = Place(weakref.ref(group), size, rank)
             self._expect_comparison()
         if self.compared_in is None or self.compared_in == self._steps.num:  # all buckets of that step
             self.compared_in = None  # if the comparison fails
