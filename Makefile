@@ -19,7 +19,7 @@ PROGRAMS := tests/test_bench.py tests/benchmarks tests/docs tests/frameworks tes
 	tests/house/test_project_files.py tests/house/test_wheel.py tests/plan/test_plan_command.py \
 	tests/testing/test_mutants.py tests/testing/test_wrong_hooks.py
 
-.PHONY: demo accuracy test test-programs test-other-tritons lint format docs bench bench-network gpu-check dist check-dist clean help
+.PHONY: demo accuracy test test-programs test-other-tritons lint format docs bench bench-network tables gpu-check dist check-dist clean help
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -57,6 +57,9 @@ bench: $(VENV)/demo-ready ## time our operations and hooks beside torch's on thi
 
 bench-network: $(VENV)/accuracy-ready  ## time hooks over throttled links between network namespaces (Linux)
 	$(BIN)/python -m benchmarks.network $(ARGS)
+
+tables: $(VENV)/accuracy-ready  ## renew the tables and numbers of README and pages from benchmarks/results
+	$(BIN)/python -m benchmarks.tables
 
 gpu-check:       ## tests and benchmarks on a GPU in under 8 minutes, from a bare checkout (no venv, no network)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)

@@ -30,7 +30,7 @@ from benchmarks import environment, outcomes
 from benchmarks.clock import Clock, gb_per_s
 from benchmarks.floor import floor_us
 from benchmarks.harness import Case, check
-from benchmarks.powersgd_problem import PASSES
+from benchmarks.powersgd import PASSES
 from benchmarks.records import RESULTS, Row, append, file_of, header, table
 
 COPY = "copy"  # the provider that copies as many bytes as the operation moves
@@ -70,7 +70,7 @@ def discover(device: torch.device, quick: bool) -> list[Case]:
     """List the cases: FIRST, then hooks, the modules in benchmarks/kernels/, the reducers, and PowerSGD."""
     folder = Path(__file__).parent / "kernels"
     kernels = sorted(f"kernels.{module.name}" for module in pkgutil.iter_modules([str(folder)]))
-    names = ["hooks", *kernels, "reducer", "powersgd_hooks", "powersgd_stages"]
+    names = ["hooks", *kernels, "reducer", "powersgd"]
     modules = [importlib.import_module(f"benchmarks.{name}") for name in names]
     return sorted((case for module in modules for case in module.cases(device, quick)), key=_place)
 

@@ -27,9 +27,8 @@ def power_sgd(module: Any, rank: int) -> MakeState:
     return partial(module.PowerSGDState, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
 
-def quantized(bits: int) -> MakeState:
-    """Return a make_state that quantizes from the third step on, in blocks that fit in small matrices."""
-    return partial(quantization.QuantizationState, bits=bits, block_size=16, start_iter=2)
+# Quantizes from the third step on, in blocks that fit in small matrices.
+quantized = partial(quantization.QuantizationState, block_size=16, start_iter=2)
 
 
 def perchannel_hook(
@@ -61,8 +60,8 @@ def automatic(process_group: dist.ProcessGroup) -> auto_hook.AutoState:
 
 OURS: dict[str, tuple[Hook, MakeState]] = {
     **hooks_of(default_hooks, powerSGD),
-    "int8": (quantization.quantization_hook, quantized(8)),
-    "int4": (quantization.quantization_hook, quantized(4)),
+    "int8": (quantization.quantization_hook, partial(quantized, bits=8)),
+    "int4": (quantization.quantization_hook, partial(quantized, bits=4)),
     "pertensor": (quantization.quantization_pertensor_hook, None),
     "perchannel": (perchannel_hook, None),
     "auto": (auto_hook.auto_hook, automatic),
@@ -77,10 +76,8 @@ def table(reports: dict[str, Report]) -> str:
     rows = [["", *reports], ["---"] * (1 + len(reports))]
     for name in next(iter(reports.values())).verdicts:
         verdicts = [report.verdicts[name] for report in reports.values()]
-        cells = [
-            MARKS[v.outcome] if v.measured is None else f"{MARKS[v.outcome]} {v.measured:.1g}"
-            for v in verdicts
-        ]
+        measured = ["" if each.measured is None else f" {each.measured:.1g}" for each in verdicts]
+        cells = [MARKS[each.outcome] + text for each, text in zip(verdicts, measured, strict=True)]
         rows.append([name, *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 

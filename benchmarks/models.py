@@ -10,18 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from gradcomp.plan.models import BUCKET_CAP_BYTES, FIRST_BUCKET_BYTES, Shape, buckets_of
-
-__all__ = [
-    "BUCKET_CAP_BYTES",
-    "FIRST_BUCKET_BYTES",
-    "MODELS",
-    "Shape",
-    "bert_large",
-    "buckets",
-    "num_elements",
-    "one_bucket",
-]
+from gradcomp.plan.models import Shape, buckets_of
 
 
 def num_elements(shapes: Iterable[Shape]) -> int:

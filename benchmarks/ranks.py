@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch.multiprocessing
@@ -27,8 +27,4 @@ def run_ranks(work: Callable[..., None], num_ranks: int, *arguments: Any) -> Non
 def exit_on_signals() -> None:
     """Exit on SIGINT, SIGTERM and SIGHUP as Python does by itself at the end of a program."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _exit)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+        signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 Row = dict[str, Any]
 
-_COLUMNS = ["provider", "p50 us", "p20-p80", "host us", "/bucket", "MB", "B/elem", "GB/s", "% copy"]
-_COLUMNS += ["x floor", "error", "times the baseline"]
-_WIDTHS = [16, 10, 17, 9, 9, 9, 8, 8, 7, 8, 9, 23]
+# The columns: titles, and widths.
+_COLUMNS = {"provider": 16, "p50 us": 10, "p20-p80": 17, "host us": 9, "/bucket": 9, "MB": 9, "B/elem": 8}
+_COLUMNS |= {"GB/s": 8, "% copy": 7, "x floor": 8, "error": 9, "times the baseline": 23}
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
@@ -30,13 +30,9 @@ def read(path: Path) -> list[Row]:
 
 
 def file_of(environment: Row, directory: Path) -> Path:
-    """Return the path of the records of the environment's device."""
-    return directory / f"{slug(str(environment['device']))}.jsonl"
-
-
-def slug(device: str) -> str:
-    """Convert a device's name to a file name: "NVIDIA H100 80GB" -> "nvidia-h100-80gb"."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    """Return the path of the records of the environment's device: "NVIDIA H100" -> nvidia-h100.jsonl."""
+    name = re.sub(r"[^a-z0-9]+", "-", str(environment["device"]).lower()).strip("-")
+    return directory / f"{name}.jsonl"
 
 
 def header() -> str:
@@ -52,27 +48,25 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    per_bucket, per_element = row["host_us_per_bucket"], row["bytes_per_element"]
-    host_us, times_floor = row["host_us"], row["times_floor"]
+    def shown(name: str, form: str) -> str:
+        return "-" if row[name] is None else f"{row[name]:{form}}"
+
     return [
         str(row["provider"]),
         f"{row['p50_us']:.1f}",
         f"{row['p20_us']:.1f}-{row['p80_us']:.1f}",
-        "-" if host_us is None else f"{host_us:.1f}",
-        "-" if per_bucket is None else f"{per_bucket:.1f}",
+        shown("host_us", ".1f"),
+        shown("host_us_per_bucket", ".1f"),
         f"{row['num_bytes'] / 1e6:.1f}",
-        "-" if per_element is None else f"{per_element:.2f}",
+        shown("bytes_per_element", ".2f"),
         f"{row['gb_per_s']:.1f}",
         f"{row['percent_of_copy']:.0f}",
-        "-" if times_floor is None else f"{times_floor:.2f}",
-        "-" if row["error"] is None else f"{row['error']:.1e}",
+        shown("times_floor", ".2f"),
+        shown("error", ".1e"),
         f"{row['times_baseline']:.2f} ({row['times_baseline_p20']:.2f}-{row['times_baseline_p80']:.2f})",
     ]
 
 
-def _line(cells: Sequence[str]) -> str:
-    first, *others = (
-        f"{cell:<{width}}" if index == 0 else f"{cell:>{width}}"
-        for index, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
-    )
-    return "  " + first + "".join(others)
+def _line(cells: Iterable[str]) -> str:
+    first, *others = (f"{cell:>{width}}" for cell, width in zip(cells, _COLUMNS.values(), strict=True))
+    return f"  {first.strip():16}" + "".join(others)

@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.accuracy import comparison
 from benchmarks.accuracy.runs import parse_run_name, recorded, runs, work
 from benchmarks.accuracy.tasks import TASKS
-from benchmarks.demo.options import add_training_options, check_training_options
+from benchmarks.demo.train import add_training_options, parse_training_options
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
 from gradcomp.command_line import positive_int
@@ -41,33 +41,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     tasks = ",".join(TASKS)
-    parser.add_argument(
-        "--task", default="gpt,digits", help=f"comma-separated, of {tasks} (default %(default)s)"
-    )
-    parser.add_argument(
-        "--hook",
-        default=HOOKS,
-        help="comma-separated; the others are compared with the first (default %(default)s)",
-    )
-    parser.add_argument(
-        "--seeds", type=positive_int, default=4, help="runs per hook, from --seed on (default %(default)s)"
-    )
-    parser.add_argument("--ranks", type=positive_int, default=4, help="processes (default %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/accuracy"), help="folder (default %(default)s)"
-    )
+    text = f"comma-separated, of {tasks} (default %(default)s)"
+    parser.add_argument("--task", default="gpt,digits", help=text)
+    text = "comma-separated; the others are compared with the first (default %(default)s)"
+    parser.add_argument("--hook", default=HOOKS, help=text)
+    text = "runs per hook, from --seed on (default %(default)s)"
+    parser.add_argument("--seeds", type=positive_int, default=4, help=text)
     parser.add_argument("--resume", action="store_true", help="skip the runs that are in --out already")
-    parser.add_argument(
-        "--tokens-per-parameter",
-        type=positive_int,
-        default=20,
-        metavar="N",
-        help="length of a run of the task text, in place of --steps (default %(default)s)",
-    )
+    text = "length of a run of the task text, in place of --steps (default %(default)s)"
+    parser.add_argument("--tokens-per-parameter", type=positive_int, default=20, metavar="N", help=text)
     add_training_options(parser)
-    parser.set_defaults(steps=500, width=64, layers=2)
-    options = parser.parse_args(arguments)
-    check_training_options(parser, options)
+    parser.set_defaults(ranks=4, out=Path("build/accuracy"), steps=500, width=64, layers=2)
+    options = parse_training_options(parser, arguments)
     options.tasks, options.hooks = options.task.split(","), options.hook.split(",")
     for task in options.tasks:
         if task not in TASKS:

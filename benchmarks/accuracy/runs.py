@@ -9,7 +9,8 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import sharding
 from benchmarks.accuracy.local_steps import LocalOptions, LocalTraining
@@ -29,8 +30,7 @@ TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for 
 
 
 # The options, beside the task, the hook and the seed, on which a run's result depends.
-OPTIONS = ("ranks", "reducer", "steps", "tokens_per_parameter")
-OPTIONS += ("width", "layers", "heads", "batch", "sequence")
+OPTIONS = ("ranks", "steps", "tokens_per_parameter", "width", "layers", "heads", "batch", "sequence")
 
 
 def parse_run_name(name: str) -> tuple[str, LocalOptions | None, float | None]:
@@ -91,13 +91,13 @@ def train(
     local = None if local_options is None else LocalTraining(task.net, local_options, wire)
     recorder = Recorder(task.steps, torch.device("cpu"), wire, is_alone=is_alone)
     start_iter = recorder.every  # a tenth of the run
-    model = task.net
+    model: nn.Module = task.net
     if kind == SHARDED:
         sharding.shard(task.net, rest, start_iter)
         task.optimizer.param_groups[0]["params"] = list(task.net.parameters())
     elif not is_alone:
-        model, averager = demo.with_reducer(task.net, options.reducer)
-        NamedHook.named(hook_name).register(averager, start_iter)
+        model = DistributedDataParallel(task.net, bucket_cap_mb=demo.BUCKET_CAP_MB)
+        NamedHook.named(hook_name).register(model, start_iter)
     accuracies: list[float] = []
 
     def validate() -> Tensor:
@@ -131,7 +131,6 @@ def train(
         "steps": task.steps,
         "start_powerSGD_iter": start_iter,
         "ranks": dist.get_world_size(),
-        "reducer": options.reducer,
         "num_parameters": sum(parameter.numel() for parameter in task.net.parameters()),
         "bytes_per_step": result["bytes_per_step"] if local is None else sent_bytes // task.steps,
         "sent_bytes": sent_bytes,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.demo.corpus import Windows, read_corpus, read_once
-from benchmarks.demo.options import MIN_STEPS
-from benchmarks.demo.train import GPT
+from benchmarks.demo.train import GPT, MIN_STEPS
 
 Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
 
@@ -26,7 +25,7 @@ DIGITS_BATCH = 32  # images per rank and step
 # Chosen without compression: the hooks use the baseline's learning rates.
 GPT_LEARNING_RATE = 3e-3
 TEXT_LEARNING_RATE, TEXT_BETAS = 5e-3, (0.9, 0.99)
-DIGITS_LEARNING_RATE, DIGITS_MOMENTUM, DIGITS_WEIGHT_DECAY = 0.05, 0.9, 5e-3
+DIGITS_OPTIMIZER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-3}
 
 
 @dataclass
@@ -102,11 +101,8 @@ def digits_images() -> tuple[Tensor, Tensor, int]:
 
     data = load_digits()
     images = torch.from_numpy(data.images).float().unsqueeze(1) / 16
-    return (
-        images,
-        torch.from_numpy(data.target).long(),
-        len(images) - round(VALIDATION_FRACTION * len(images)),
-    )
+    num_training = len(images) - round(VALIDATION_FRACTION * len(images))
+    return images, torch.from_numpy(data.target).long(), num_training
 
 
 def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
@@ -119,29 +115,15 @@ def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Tas
         return images[chosen], labels[chosen]
 
     torch.manual_seed(seed)
-    net = conv_net()
-    return Task(
-        net,
-        torch.optim.SGD(
-            net.parameters(),
-            lr=DIGITS_LEARNING_RATE,
-            momentum=DIGITS_MOMENTUM,
-            weight_decay=DIGITS_WEIGHT_DECAY,
-        ),
-        draw,
-        validation=(images[num_training:], labels[num_training:]),
-        steps=options.steps,
-    )
-
-
-def conv_net() -> nn.Module:
-    """Make a network from images, batch × 1 × 8 × 8, to the logits of ten digits."""
-    return nn.Sequential(
+    net = nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(64 * 2 * 2, 10)),
     )
+    optimizer = torch.optim.SGD(net.parameters(), **DIGITS_OPTIMIZER)
+    validation = images[num_training:], labels[num_training:]
+    return Task(net, optimizer, draw, validation, options.steps)
 
 
 def loss_and_accuracy(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -152,8 +134,4 @@ def loss_and_accuracy(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return loss, (logits.argmax(-1) == classes).float().mean()
 
 
-TASKS: dict[str, Callable[[argparse.Namespace, int, int, int], Task]] = {
-    "gpt": gpt,
-    "digits": digits,
-    "text": text,
-}
+TASKS = {"gpt": gpt, "digits": digits, "text": text}

@@ -17,12 +17,10 @@ import torch
 from torch.multiprocessing.spawn import ProcessException
 
 from benchmarks.demo import chart, train
-from benchmarks.demo.options import add_training_options, check_training_options
-from benchmarks.demo.train import GPT, HOOKS
+from benchmarks.demo.train import GPT, HOOKS, add_training_options, parse_training_options
 from benchmarks.demo.wire import Link
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
-from gradcomp.command_line import positive_int
 
 FIRST_HOOKS = "none,bf16,int8,int4,powersgd_int8,auto_hook"
 
@@ -44,21 +42,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     known = ",".join(HOOKS)
-    parser.add_argument(
-        "--hook", default=FIRST_HOOKS, help=f"some of {known}, in this order, or all (default %(default)s)"
-    )
-    parser.add_argument("--ranks", type=positive_int, default=2, help="processes (default %(default)s)")
-    parser.add_argument(
-        "--link",
-        type=link,
-        default="200,10",
-        help="a rank's Mbit/s and the delay each way in ms; none: not emulated (default %(default)s)",
-    )
-    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder (default %(default)s)")
+    text = f"some of {known}, in this order, or all (default %(default)s)"
+    parser.add_argument("--hook", default=FIRST_HOOKS, help=text)
+    text = "a rank's Mbit/s and the delay each way in ms; none: not emulated (default %(default)s)"
+    parser.add_argument("--link", type=link, default="200,10", help=text)
     add_training_options(parser)
-    parser.set_defaults(steps=100)
-    options = parser.parse_args(arguments)
-    check_training_options(parser, options)
+    parser.set_defaults(ranks=2, out=Path("build/demo"), steps=100)
+    options = parse_training_options(parser, arguments)
     if options.ranks < 2:
         parser.error("--ranks: one rank alone sends nothing; at least 2")
     options.hooks = list(HOOKS) if options.hook == "all" else options.hook.split(",")

@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.demo.train --hook fp16
 
 One line registers the hook. The rest is an ordinary DistributedDataParallel script.
-``python -m benchmarks.demo`` trains with several hooks, over an emulated link. With ``--reducer gradcomp``
-gradcomp's Reducer replaces DistributedDataParallel.
+``python -m benchmarks.demo`` trains with several hooks, over an emulated link.
 """
 
 import argparse
@@ -14,6 +13,7 @@ import os
 import sysconfig
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.demo.corpus import VOCABULARY, Windows
 from benchmarks.demo.measure import Recorder, check_replicas
-from benchmarks.demo.options import add_training_options, check_training_options
 from benchmarks.demo.wire import Wire
-from gradcomp import Reducer
+from gradcomp.command_line import positive_int
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.named_hooks import NamedHook
-
-Averager = DistributedDataParallel | Reducer
-
 
 # By name, the hook in gradcomp/hooks/named_hooks.py, given PowerSGD's rank.
 HOOKS = {
@@ -45,8 +41,45 @@ HOOKS = {
 # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets. The
 # rule for real runs is a tenth.
 PLAIN_STEPS = 4
+MIN_STEPS = 10  # fewer leave no step to time after the plain ones
+BUCKET_CAP_MB = 1  # so that there are several buckets
 LEARNING_RATE = 1e-3
 TIMEOUT = timedelta(seconds=60)  # the time after which a rank stops waiting for another
+
+
+def add_training_options(parser: argparse.ArgumentParser, is_launcher: bool = True) -> None:
+    """Add the options of the training, which are the same for every hook, and a launcher's."""
+    group = parser.add_argument_group("training")
+    for name, default, text in (
+        ("steps", 400, f"optimizer steps per hook, at least {MIN_STEPS}"),
+        ("width", 128, "width of the GPT, a multiple of --heads"),
+        ("layers", 4, "its transformer blocks"),
+        ("heads", 4, "its attention heads"),
+        ("batch", 4, "sequences per rank and step"),
+        ("sequence", 64, "bytes per sequence"),
+        ("powersgd-rank", 8, "rank of PowerSGD's factors"),
+        *([("ranks", 2, "processes")] if is_launcher else []),
+    ):
+        help_text = f"{text} (default: %(default)s)"
+        group.add_argument(f"--{name}", type=positive_int, default=default, metavar="N", help=help_text)
+    text = "of weights and data (default: %(default)s)"
+    group.add_argument("--seed", type=int, default=0, metavar="N", help=text)
+    if is_launcher:
+        group.add_argument("--out", type=Path, metavar="DIR", help="folder (default: %(default)s)")
+
+
+def parse_training_options(
+    parser: argparse.ArgumentParser, arguments: list[str] | None
+) -> argparse.Namespace:
+    """Parse the arguments; end the program with a clear message if the options do not fit together."""
+    options = parser.parse_args(arguments)
+    if options.steps < MIN_STEPS:
+        parser.error(f"--steps must be at least {MIN_STEPS} to time any of them: got {options.steps}")
+    if options.width % options.heads:
+        parser.error(f"--width must be a multiple of --heads: got {options.width} and {options.heads}")
+    if options.seed < 0:
+        parser.error(f"--seed must not be negative: got {options.seed}")
+    return options
 
 
 class Block(nn.Module):
@@ -93,14 +126,6 @@ def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def with_reducer(net: nn.Module, reducer: str) -> tuple[nn.Module, Averager]:
-    """Return (the module to call, its averager), with buckets so small that there are several."""
-    if reducer == "gradcomp":
-        return net, Reducer(net.named_parameters(), bucket_cap_mb=1)
-    model = DistributedDataParallel(net, bucket_cap_mb=1)
-    return model, model
-
-
 def train_steps(
     label: str,
     recorder: Recorder,
@@ -134,13 +159,13 @@ def train_steps(
         recorder.show(label)
 
 
-def register(hook: str, averager: Averager, powersgd_rank: int) -> AutoState | None:
+def register(hook: str, model: DistributedDataParallel, powersgd_rank: int) -> AutoState | None:
     """Register a hook of HOOKS; return the state of auto_hook."""
     if hook != "auto_hook":
-        NamedHook.named(HOOKS[hook].format(rank=powersgd_rank)).register(averager, PLAIN_STEPS)
+        NamedHook.named(HOOKS[hook].format(rank=powersgd_rank)).register(model, PLAIN_STEPS)
         return None
     state = AutoState(start_iter=PLAIN_STEPS, rounds=1)  # a short trial, for a short run
-    averager.register_comm_hook(state, auto_hook)
+    model.register_comm_hook(state, auto_hook)
     return state
 
 
@@ -151,8 +176,8 @@ def train(hook: str, options: argparse.Namespace, device: torch.device, wire: Wi
     validation = data.validation.to(device)
     torch.manual_seed(options.seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence).to(device)
-    model, averager = with_reducer(net, options.reducer)
-    state = register(hook, averager, options.powersgd_rank)
+    model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_CAP_MB)
+    state = register(hook, model, options.powersgd_rank)
     recorder = Recorder(options.steps, device, wire, num_validations=20)
     train_steps(
         hook,
@@ -213,7 +238,7 @@ def run(
     """Train with a hook, and write the record if there is to be one."""
     record = train(hook, options, device, wire)
     if path and dist.get_rank() == 0:
-        facts = {"reducer": options.reducer, "ranks": dist.get_world_size(), "device": device.type}
+        facts = {"ranks": dist.get_world_size(), "device": device.type}
         facts |= {"torch": torch.__version__, "backend": dist.get_backend(), "options": vars(options)}
         with open(path, "w") as file:
             json.dump({**facts, **record}, file, default=str)
@@ -227,9 +252,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="torchrun -m benchmarks.demo.train", description=description)
     parser.add_argument("--hook", choices=list(HOOKS), default="fp16", help="default: %(default)s")
     parser.add_argument("--record", help="write the run's history to this file, as JSON")
-    add_training_options(parser)
-    options = parser.parse_args()
-    check_training_options(parser, options)
+    add_training_options(parser, is_launcher=False)
+    options = parse_training_options(parser, None)
     if "LOCAL_RANK" not in os.environ:
         parser.error("start me with torchrun: torchrun --nproc-per-node 2 -m benchmarks.demo.train")
     device = join_group()

@@ -4,7 +4,7 @@
 
 For every number of hosts, link and model it times steps with each hook, gradcomp's and torch's, on torch's
 DistributedDataParallel, on gradcomp's, and on FSDP2, and then trains to a validation loss with some of them.
-With --delay-ms the links also have a delay, and only gradcomp's hooks on torch's wrapper are timed.
+With --delay-ms the links also have a delay.
 It needs Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Every row is written
 to --out at once; tables and a picture follow. --report only draws tables and pictures of earlier rows.
 """
@@ -30,8 +30,8 @@ from benchmarks import sharding
 from benchmarks.accuracy.local_steps import LocalOptions
 from benchmarks.environment import describe
 from benchmarks.network import report
-from benchmarks.network.delayed import DelayedNetwork
-from benchmarks.network.hosts import Network, NoPrivilegeError, isolated
+from benchmarks.network.hosts import DelayedNetwork, Network, NoPrivilegeError, isolated
+from benchmarks.network.workloads import WORKLOADS
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals
 from benchmarks.records import append, read
@@ -39,27 +39,23 @@ from gradcomp.command_line import positive_int
 from gradcomp.hooks.auto_hook import CANDIDATES
 from gradcomp.hooks.named_hooks import NamedHook
 
-MODELS = ("mlp", "gpt")
-OTHER_MODELS = ("mlp12",)
-OURS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8")
-TORCHS_NAME = "torch:"  # begins the names of torch's hooks in --only
 TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
-# 20 local steps between exchanges; with a delay an exchange is under way during five of them.
-LOCAL_NAME = "local:"  # begins their names in --only
-LOCAL = ("20", "20:int4", "20:int4:delay=5")
-# With several ranks per host, quantized averages go hierarchically; these don't.
-FLAT = ("int8:flat", "int4:flat", "powersgd:4:flat", "powersgd:8:int8:flat")
-# FSDP2 shards over all ranks: (weights, gradients), see benchmarks/sharding.py.
-SHARDED_NAME = "fsdp2:"  # begins their names in --only
-SHARDED = ("fp32:fp32", "bf16:fp32", "bf16:bf16", "fp32:int4", "int8:16bit", "int8:int8", "int8:int4")
-WRAPPERS = {LOCAL_NAME: "local steps", SHARDED_NAME: "fsdp2"}
-# Trained to a validation loss on torch's DDP: (made by, hook).
-TO_LOSS = (*(("gradcomp", hook) for hook in (*CANDIDATES, "auto")), ("torch", "fp16"))
+# Beginnings of hooks' names: whose a hook is, and the wrapper on which it is timed.
+PLACES = {
+    "torch:": ("torch", "torch"),
+    "wrapped:": ("gradcomp", "gradcomp"),
+    "local:": ("gradcomp", "local steps"),
+    "fsdp2:": ("gradcomp", "fsdp2"),
+}
+# What is timed by default. local:20 averages once in 20 local steps; for fsdp2: see benchmarks/sharding.py.
+HOOKS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8", "torch:fp16")
+HOOKS += ("wrapped:none", "wrapped:int4", "local:20", "local:20:int4", "fsdp2:fp32:fp32", "fsdp2:int8:int4")
+# Of these, what is trained to a validation loss, too: whose, hook, wrapper.
+TO_LOSS = (*(("gradcomp", hook, "torch") for hook in (*CANDIDATES, "auto")), ("torch", "fp16", "torch"))
 START_ITER = 10  # PowerSGD's plain steps on the way to a loss
 MAX_STEPS = 600
 SPARE_S = 60  # for what a job does besides its steps
 TRIAL_S = 300  # of auto_hook, at most
-LOSS_LINKS = [200]
 
 Job = dict[str, Any]
 
@@ -96,16 +92,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", type=numbers, default=[2, 1, 4], help=text)
     text = "numbers of ranks on each host, comma-separated (default 1)"
     parser.add_argument("--ranks-per-host", type=numbers, default=[1], help=text)
-    text = f"comma-separated (default %(default)s; also {', '.join(OTHER_MODELS)})"
-    parser.add_argument("--models", default=",".join(MODELS), help=text)
-    text = "only hooks that start with these names, comma-separated (default: every hook)"
-    parser.add_argument("--hooks", default="", help=text)
+    text = f"comma-separated, of {', '.join(WORKLOADS)} (default %(default)s)"
+    parser.add_argument("--models", default="mlp,gpt", help=text)
     text = (
-        "exactly these hooks, on torch's wrapper, comma-separated: also auto (timed after its choice), "
-        "allreduce, powersgd:8:bf16 and all other names in docs/accuracy.md; torch:fp16 is torch's own, "
-        "local:20:int4 by local steps, fsdp2:int8:int4 FSDP2 with weights in int8 and gradients in int4"
+        "hooks, on torch's wrapper, comma-separated: noop, auto (timed after its choice) and all names in "
+        "docs/accuracy.md, with :flat at the end to average flat on hosts of several ranks; torch:fp16 is "
+        "torch's own, wrapped:int4 on gradcomp's wrapper, local:20:int4:delay=5 by local steps, "
+        "fsdp2:int8:int4 FSDP2 with weights in int8 and gradients in int4 (default %(default)s)"
     )
-    parser.add_argument("--only", metavar="HOOKS", help=text)
+    parser.add_argument("--only", default=",".join(HOOKS), metavar="HOOKS", help=text)
     text = "passes over all hooks; tables have medians and ranges over them (default %(default)s)"
     parser.add_argument("--runs", type=positive_int, default=1, metavar="N", help=text)
     text = "time for the steps of a hook, at least five steps (default %(default)s)"
@@ -134,13 +129,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.models = options.models.split(",")
     for model in options.models:
-        if model not in (*MODELS, *OTHER_MODELS):
-            known = ", ".join((*MODELS, *OTHER_MODELS))
-            parser.error(f"--models: there is no {model!r}; known are {known}")
-    for prefix in options.hooks.split(","):
-        if not any(hook.startswith(prefix) for hook in (*OURS, *TORCHS, *LOCAL, *SHARDED)):
-            parser.error(f"--hooks: no hook's name starts with {prefix!r}; known are {', '.join(OURS)}")
-    options.only = options.only.split(",") if options.only else []
+        if model not in WORKLOADS:
+            parser.error(f"--models: there is no {model!r}; known are {', '.join(WORKLOADS)}")
+    options.only = options.only.split(",")
     for hook in options.only:
         try:
             made_by, name, wrapper = placed(hook)
@@ -150,72 +141,42 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
                 LocalOptions.named(name)
             elif wrapper == "fsdp2":
                 sharding.parse(name)
-            elif made_by == "gradcomp" and hook not in ("noop", "auto"):
-                NamedHook.named(hook.removesuffix(report.FLAT))
+            elif made_by == "gradcomp" and name not in ("noop", "auto"):
+                NamedHook.named(name.removesuffix(report.FLAT))
         except ValueError as error:
             parser.error(f"--only: {error}")
-    if options.loss_links is None:
-        options.loss_links = [] if options.delay_ms else LOSS_LINKS
-    else:
-        options.loss_links = [] if options.loss_links == "0" else numbers(options.loss_links)
+    loss_links = options.loss_links or ("0" if options.delay_ms else "200")
+    options.loss_links = [] if loss_links == "0" else numbers(loss_links)
     return options
 
 
 def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterator[tuple[Link, Job]]:
     """Yield (link, job) for a number of hosts and of ranks on each."""
-    hooks = list(timed_hooks(options, hosts, ranks_per_host))
     delays = options.delay_ms or [None]
     links = [Link(*each) for each in product(options.links, delays)] if hosts > 1 else [Link()]
     for link in links:
         if hosts > 1:
             yield link, {"job": "link"}
-        for model, run, (made_by, hook, wrapper) in product(options.models, range(options.runs), hooks):
+        timed = product(options.models, range(options.runs), map(placed, options.only))
+        for model, run, (made_by, hook, wrapper) in timed:
             names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": wrapper}
             yield link, {"job": "steps", **names, "seconds": options.seconds, "run": run}
     if (hosts, ranks_per_host) != (2, 1):
         return
-    trained = product(range(options.loss_seeds), options.loss_links, delays, options.models, TO_LOSS)
-    for seed, mbit_per_s, delay_ms, model, (made_by, hook) in trained:
-        if is_wanted(options, made_by, hook, "torch"):
-            names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": "torch", "seed": seed}
-            limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
-            link = Link(mbit_per_s, delay_ms)
-            yield link, {"job": "loss", **names, "start_iter": START_ITER, **limits}
+    hooks = [hook for hook in map(placed, options.only) if hook in TO_LOSS]
+    trained = product(range(options.loss_seeds), options.loss_links, delays, options.models, hooks)
+    for seed, mbit_per_s, delay_ms, model, (made_by, hook, _) in trained:
+        names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": "torch", "seed": seed}
+        limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
+        yield Link(mbit_per_s, delay_ms), {"job": "loss", **names, "start_iter": START_ITER, **limits}
 
 
 def placed(hook: str) -> tuple[str, str, str]:
     """Return whose a hook of --only is, its name, and the wrapper on which it is timed."""
-    if hook.startswith(TORCHS_NAME):
-        return "torch", hook.removeprefix(TORCHS_NAME), "torch"
-    for prefix, wrapper in WRAPPERS.items():
+    for prefix, (made_by, wrapper) in PLACES.items():
         if hook.startswith(prefix):
-            return "gradcomp", hook.removeprefix(prefix), wrapper
+            return made_by, hook.removeprefix(prefix), wrapper
     return "gradcomp", hook, "torch"
-
-
-def is_wanted(options: argparse.Namespace, made_by: str, hook: str, wrapper: str) -> bool:
-    if options.only:
-        return (made_by, hook, wrapper) in map(placed, options.only)
-    return hook.startswith(tuple(options.hooks.split(",")))
-
-
-def timed_hooks(
-    options: argparse.Namespace, hosts: int, ranks_per_host: int
-) -> Iterator[tuple[str, str, str]]:
-    """Yield (made by, hook, wrapper) of the steps to time."""
-    if options.only:
-        return map(placed, options.only)
-    hooks = [("gradcomp", hook, "torch") for hook in OURS]
-    if ranks_per_host > 1:
-        hooks += [("gradcomp", hook, "torch") for hook in FLAT]
-    if ranks_per_host > 1 and not options.delay_ms:
-        hooks += [("torch", hook, "torch") for hook in ("fp16", "powersgd:4")]
-    elif hosts > 1 and not options.delay_ms:
-        hooks += [("torch", hook, "torch") for hook in TORCHS]
-        hooks += [("gradcomp", hook, "gradcomp") for hook in OURS]
-        hooks += [("gradcomp", hook, "local steps") for hook in LOCAL]
-        hooks += [("gradcomp", hook, "fsdp2") for hook in SHARDED]
-    return (names for names in hooks if is_wanted(options, *names))
 
 
 class RankFailedError(Exception):

@@ -1,4 +1,4 @@
-"""Hosts on a switch with throttled links, all on this machine: Linux network namespaces.
+"""Hosts on throttled links, all on this machine: Linux network namespaces around a switch or a router.
 
 The namespaces have no names and belong to processes. Everything runs in one process namespace, so whatever
 ends the program, SIGKILL included, ends the processes, and the kernel removes hosts, links and throttles.
@@ -14,11 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.network.router import MTU_BYTES
+
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 # A link sends so much at once after a pause, without being throttled. A hook that sends no more than that
 # would seem to have no link at all; but with less, packets are cut up, which costs more than the link.
 MIN_BURST_BYTES, BURST_S = 16 * 1024, 0.001
 QUEUE_MS = 50
+# With a router: least, first and largest bytes of a connection's buffers. Linux's default is less than a
+# link's rate times its delay there and back. And the packets that may wait for the router.
+BUFFER_BYTES = "4096 131072 33554432"
+MAX_WAITING_PACKETS = 5000
+SENT_BYTES, LOST_PACKETS = 8, 11  # columns of /proc/net/dev
 
 
 class NoPrivilegeError(Exception):
@@ -75,6 +82,11 @@ class Namespace:
                 text=True,
             )
 
+    def take_address(self, index: int, *options: str) -> None:
+        """Turn the interface on, as the network's host of this index."""
+        self.run("ip", "addr", "add", f"10.0.0.{index + 1}/24", "dev", "eth0")
+        self.run("ip", "link", "set", "eth0", *options, "up")
+
     def end(self) -> None:
         self._holder.kill()
         self._holder.wait()
@@ -91,8 +103,7 @@ class Host(Namespace):
         self.port = f"port{index}"
         run("ip", "link", "add", self.port, "type", "veth", "peer", "eth0", "netns", str(self.pid))
         run("ip", "link", "set", self.port, "master", "switch", "up")
-        self.run("ip", "addr", "add", f"10.0.0.{index + 1}/24", "dev", "eth0")
-        self.run("ip", "link", "set", "eth0", "up")
+        self.take_address(index)
 
     def throttle(self, mbit_per_s: float) -> None:
         """Limit what the host sends, and what it receives, to this rate each."""
@@ -121,6 +132,68 @@ class Network:
     def throttle(self, mbit_per_s: float) -> None:
         for host in self.hosts:
             host.throttle(mbit_per_s)
+
+
+class DelayedNetwork:
+    """Hosts around one router, in place of Network: links with a rate and a delay."""
+
+    def __init__(self, num_hosts: int) -> None:
+        self.hosts = [Namespace() for _ in range(num_hosts)]
+        pids = [str(host.pid) for host in self.hosts]
+        self._router: Any = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.network.router", *pids],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._answer()
+        for index, host in enumerate(self.hosts):
+            for name in ("tcp_rmem", "tcp_wmem"):
+                host.run("sh", "-c", f"echo {BUFFER_BYTES} > /proc/sys/net/ipv4/{name}")
+            host.take_address(index, "mtu", str(MTU_BYTES), "txqueuelen", str(MAX_WAITING_PACKETS))
+        self._num_lost = 0
+
+    def __enter__(self) -> DelayedNetwork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._router.kill()
+        self._router.communicate()
+        for host in self.hosts:
+            host.end()
+
+    def throttle(self, mbit_per_s: float, delay_ms: float) -> None:
+        """Limit what each host sends, and what it receives, to this rate, and delay every packet."""
+        self._ask(f"{mbit_per_s * 125_000} {delay_ms / 1e3}")
+
+    def num_dropped(self) -> int:
+        """Return how many packets were dropped since the last call, also before they came to the router."""
+        lost, before = sum(eth0_counter(LOST_PACKETS, host.pid) for host in self.hosts), self._num_lost
+        self._num_lost = lost
+        return self._ask("") + lost - before
+
+    def _ask(self, line: str) -> int:
+        self._router.stdin.write(line + "\n")
+        self._router.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> int:
+        line = self._router.stdout.readline()
+        if not line:
+            _, errors = self._router.communicate()
+            reason = (errors.strip().splitlines() or ["without a message"])[-1]
+            raise NoPrivilegeError(f"the router ended: {reason}. It needs /dev/net/tun")
+        return int(line)
+
+
+def eth0_counter(column: int, process: int | str = "self") -> int:
+    """Return a counter of the interface of a process's host, since the host started."""
+    for line in Path(f"/proc/{process}/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counters.split()[column])
+    raise RuntimeError("this host has no eth0")
 
 
 def burst_bytes(mbit_per_s: float) -> int:

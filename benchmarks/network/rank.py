@@ -15,18 +15,13 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-    powerSGD_hook,
-    quantization_hooks,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
@@ -34,6 +29,7 @@ from benchmarks import sharding
 from benchmarks.accuracy.local_steps import LocalOptions, local_steps_of
 from benchmarks.demo.measure import check_replicas
 from benchmarks.demo.wire import Wire
+from benchmarks.network.hosts import SENT_BYTES, eth0_counter
 from benchmarks.network.report import FLAT
 from benchmarks.network.workloads import WORKLOADS, Workload
 from gradcomp.comm.nodes import AUTO as TORCHRUNS
@@ -50,23 +46,21 @@ VALIDATE_EVERY = 5
 LINK_BYTES = (1_000, 100_000, 1_000_000, 4_000_000)
 
 
+TORCHS = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "int8": quantization_hooks.quantization_pertensor_hook,
+}
+
+
 def register_torchs(hook: str, model: Any, start_iter: int) -> None:
-    """Register one of torch's own hooks."""
-    name, *rank = hook.split(":")
-    group = dist.group.WORLD
+    """Register one of torch's own hooks: of TORCHS, or powersgd:RANK."""
+    name, _, rank = hook.partition(":")
     if name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=int(rank[0]), start_powerSGD_iter=start_iter
-        )
+        state = powerSGD_hook.PowerSGDState(None, int(rank), start_powerSGD_iter=start_iter)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif name != "none":
-        hooks = {
-            "noop": debugging_hooks.noop_hook,
-            "fp16": default_hooks.fp16_compress_hook,
-            "bf16": default_hooks.bf16_compress_hook,
-            "int8": quantization_hooks.quantization_pertensor_hook,
-        }
-        model.register_comm_hook(group, hooks[name])
+    else:
+        model.register_comm_hook(dist.group.WORLD, TORCHS[name])
 
 
 def register_ours(hook: str, model: Any, start_iter: int) -> None:
@@ -81,13 +75,8 @@ def register_ours(hook: str, model: Any, start_iter: int) -> None:
 REGISTER: dict[str, Callable[[str, Any, int], None]] = {"gradcomp": register_ours, "torch": register_torchs}
 AUTO = "auto"  # the hook that chooses one
 LOCAL = "local steps"  # a hook's name is then one of LocalOptions
-WRAPPERS: dict[str, Callable[..., Any]] = {
-    "torch": DistributedDataParallel,
-    "gradcomp": gradcomp.DistributedDataParallel,
-}
-
-
 FSDP2 = "fsdp2"  # a hook's name is then one of benchmarks/sharding.py
+WRAPPERS: dict[str, Any] = {"torch": DistributedDataParallel, "gradcomp": gradcomp.DistributedDataParallel}
 
 
 class Trainer:
@@ -113,22 +102,18 @@ class Trainer:
             else:
                 REGISTER[job["hooks"]](job["hook"], self.model, start_iter)
 
-    def step(self) -> tuple[float, float, float]:
-        """Train one step; return the seconds that forward, backward and the rest took."""
+    def step(self) -> float:
+        """Train one step; return the ms that it took, without drawing the batch."""
         batch = self.workload.draw()
-        times = [time.perf_counter()]
+        started = time.perf_counter()
         loss = self.workload.loss(self.model, batch)
-        times.append(time.perf_counter())
         self.workload.optimizer.zero_grad()
         loss.backward()
-        times.append(time.perf_counter())
         self.workload.optimizer.step()
         if self.local is not None:
             self.local.step()
         self.workload.schedule.step()
-        times.append(time.perf_counter())
-        forward, backward, rest = (end - start for start, end in pairwise(times))
-        return forward, backward, rest
+        return (time.perf_counter() - started) * 1e3
 
 
 class _Said(logging.Handler):
@@ -174,21 +159,15 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     # A rank ends a step when it has received all messages. Its own may still wait to be sent, until all ranks
     # have come to a barrier. noop's ranks wait for one another there only.
     dist.barrier()
-    sent = sent_bytes()
-    taken = [trainer.step() for _ in range(num_steps)]
+    sent = eth0_counter(SENT_BYTES)  # with TCP's and Ethernet's headers
+    times_ms = sorted(trainer.step() for _ in range(num_steps))
     dist.barrier()
-    sent = sent_bytes() - sent
-    totals = sorted(map(sum, taken))
-    middle = statistics.mean if every else statistics.median
-    forward, backward, rest = (middle(column) * 1e3 for column in zip(*taken, strict=True))
+    sent = eth0_counter(SENT_BYTES) - sent
     return {
         "num_steps": num_steps,
-        "step_ms": middle(totals) * 1e3,
-        "p20_ms": totals[len(totals) // 5] * 1e3,
-        "p80_ms": totals[-1 - len(totals) // 5] * 1e3,
-        "forward_ms": forward,
-        "backward_ms": backward,
-        "optimizer_ms": rest,
+        "step_ms": (statistics.mean if every else statistics.median)(times_ms),
+        "p20_ms": times_ms[num_steps // 5],
+        "p80_ms": times_ms[-1 - num_steps // 5],
         "all_reduce_bytes": wire.num_bytes,
         "sent_bytes_per_step": sent / num_steps,
         **chosen,
@@ -226,38 +205,37 @@ def loss(job: dict[str, Any]) -> dict[str, Any]:
 
 def link(job: dict[str, Any]) -> dict[str, Any]:
     """Time the smallest exchange of all ranks, and all-reduces: (bytes, median seconds)."""
-    return {"exchange_seconds": exchange_seconds(), "all_reduce_seconds": all_reduce_seconds()}
+    tensors = [torch.zeros(num_bytes // 4) for num_bytes in LINK_BYTES]
+    all_reduces = [
+        (each.nbytes, median_seconds(partial(dist.all_reduce, each), 3 if each.nbytes > 10**6 else 11))
+        for each in tensors
+    ]
+    return {"exchange_seconds": exchange_seconds(), "all_reduce_seconds": all_reduces}
 
 
 def exchange_seconds() -> float:
     """Time a message of 8 bytes from every rank to every other one, all at once: the median of nine."""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     received, sent = torch.zeros(len(others), 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
-    times = []
-    for _ in range(10):
-        started = time.perf_counter()
+
+    def exchange() -> None:
         works = [dist.irecv(row, rank) for row, rank in zip(received, others, strict=True)]
         works += [dist.isend(sent, rank) for rank in others]
         for work in works:
             assert work is not None
             work.wait()
+
+    return median_seconds(exchange, 9)
+
+
+def median_seconds(call: Callable[[], object], num_calls: int) -> float:
+    """Time calls after a first one, before which ranks wait for one another."""
+    times = []
+    for _ in range(1 + num_calls):
+        started = time.perf_counter()
+        call()
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])  # before the first one, ranks wait for one another
-
-
-def all_reduce_seconds() -> list[tuple[int, float]]:
-    """Time all-reduces: (bytes, median seconds) of each size."""
-    found = []
-    for num_bytes in LINK_BYTES:
-        tensor = torch.zeros(num_bytes // 4)
-        times = []
-        for number in range(4 if num_bytes > 10**6 else 12):
-            started = time.perf_counter()
-            dist.all_reduce(tensor)
-            if number:
-                times.append(time.perf_counter() - started)
-        found.append((num_bytes, statistics.median(times)))
-    return found
+    return statistics.median(times[1:])
 
 
 JOBS = {"steps": steps, "loss": loss, "link": link}
@@ -268,15 +246,6 @@ def decided(number: int) -> int:
     tensor = torch.tensor(number)
     dist.broadcast(tensor, 0)
     return int(tensor)
-
-
-def sent_bytes() -> int:
-    """Return the bytes that this host has sent, with TCP's and Ethernet's headers."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "eth0":
-            return int(counters.split()[8])
-    raise RuntimeError("this host has no eth0")
 
 
 def take_a_core(rank: int) -> None:

@@ -21,8 +21,7 @@ FLAT = ":flat"  # the end of the names of hooks that don't average hierarchicall
 
 def label(row: Row) -> str:
     """Name what a row measures."""
-    link = "no network" if row["mbit_per_s"] is None else f"{row['mbit_per_s']} Mbit/s"
-    parts = [places(row), link + _delay(row.get("delay_ms"))]
+    parts = [places(row), link_title(_link(row))]
     if row["job"] != "link":
         parts += [row["model"], name(row)]
     if "seed" in row:
@@ -33,7 +32,7 @@ def label(row: Row) -> str:
 
 
 def places(row: Row) -> str:
-    """Name the hosts, and the ranks on each if there are several. Rows before 2026-11-25 have one."""
+    """Name the hosts, and the ranks on each if there are several."""
     hosts = f"{row['hosts']} hosts" if row["hosts"] > 1 else "1 host"
     ranks = row.get("ranks_per_host", 1)
     return hosts if ranks == 1 else f"{hosts} of {ranks} ranks"
@@ -43,10 +42,6 @@ def name(row: Row) -> str:
     """Name a row's hook: whose it is unless gradcomp's, and on which wrapper unless torch's."""
     whose = "torch's " if row["hooks"] == "torch" else ""
     return f"{whose}{row['hook']}{ON[row['wrapper']]}"
-
-
-def _delay(delay_ms: float | None) -> str:
-    return "" if delay_ms is None else f", {delay_ms:g} ms"
 
 
 def summary(row: Row) -> str:
@@ -59,14 +54,10 @@ def _result(row: Row) -> str:
     if "failed" in row:
         return str(row["failed"])
     if row["job"] == "link":
-        num_bytes, seconds = row["all_reduce_seconds"][-1]
-        small = row["all_reduce_seconds"][0]
-        exchange = ""
-        if "exchange_seconds" in row:
-            exchange = f"exchange of 8 B {row['exchange_seconds'] * 1e3:.2f} ms, "
+        (few, of_few), *_, (many, of_many) = row["all_reduce_seconds"]
         return (
-            f"{exchange}all-reduce of {num_bytes:,} B {seconds * 1e3:.1f} ms, "
-            f"of {small[0]:,} B {small[1] * 1e3:.2f} ms"
+            f"exchange of 8 B {row['exchange_seconds'] * 1e3:.2f} ms, all-reduce of {many:,} B "
+            f"{of_many * 1e3:.1f} ms, of {few:,} B {of_few * 1e3:.2f} ms"
         )
     if row["job"] == "steps":
         chose = f", chose {row['choice']}" if "choice" in row else ""
@@ -94,24 +85,19 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def _link(row: Row) -> Link:
-    """Return a row's link. Rows before 2026-11-27 have no delay."""
     return row["mbit_per_s"] or 0, row.get("delay_ms")
-
-
-def in_order(links: Iterable[Link]) -> list[Link]:
-    """Return different links, by bandwidth and then by delay."""
-    return sorted(set(links), key=lambda link: (link[0], -1 if link[1] is None else link[1]))
 
 
 def link_title(link: Link) -> str:
     mbit_per_s, delay_ms = link
-    return f"{mbit_per_s:,} Mbit/s{_delay(delay_ms)}" if mbit_per_s else "no network"
+    delay = "" if delay_ms is None else f", {delay_ms:g} ms"
+    return f"{mbit_per_s:,} Mbit/s{delay}" if mbit_per_s else "no network"
 
 
 def _step_table(rows: Sequence[Row]) -> list[str]:
     """Format the times per step of a model on a number of hosts: a line per hook, a column per link."""
     model, count = rows[0]["model"], places(rows[0])
-    links = in_order(map(_link, rows))
+    links = sorted(set(map(_link, rows)), key=lambda link: (link[0], -1 if link[1] is None else link[1]))
     lines = [f"{model}, {count}: times as fast as without a hook, and ms per step", ""]
     titles = ["bytes sent", *map(link_title, links)]
     lines += ["| | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 1)]

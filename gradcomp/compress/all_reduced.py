@@ -13,7 +13,7 @@ from ..comm.exchange import Works, all_reduce, reduce_hierarchically
 from ..comm.nodes import nodes_of
 from ..comm.pipeline import Stages
 from ..rules import SIXTEEN_BITS, check_fields, checked_field
-from .compressor import BucketSpec, Compressor, State
+from .compressor import BucketSpec, Collective, Compressor, State
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ class AllReducedCompressor(Compressor):
         self.sent_numel = -(
             -sum(bucket.numels) * (self._dtype or bucket.dtype).itemsize // bucket.dtype.itemsize
         )
+
+    @classmethod
+    def collectives(cls, bucket: BucketSpec, options: AllReducedOptions) -> list[Collective]:
+        numel = sum(bucket.numels)
+        wire_dtype = options.wire_dtype or bucket.dtype
+        return bucket.summing(numel * wire_dtype.itemsize, numel * bucket.dtype.itemsize)
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()

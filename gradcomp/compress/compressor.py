@@ -5,13 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.exchange import Works
+from ..comm.exchange import Works, takes_one_exchange
 from ..comm.pipeline import run_through
 
 # A compressor's state by name. There are three kinds of values:
@@ -20,6 +20,25 @@ from ..comm.pipeline import run_through
 #   a list with a tensor or None per tensor of the bucket: the same on all ranks; moves with its parameters
 #   any other tensor: the same on all ranks; kept for a bucket of the same parameters
 State = dict[str, Any]
+CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-to-all", "all-gather"]
+Group = Literal["all", "within", "between"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a hook.
+
+    num_bytes: the size of the whole buffer, all ranks' parts together. If group is "between": the sum over a
+        node's ranks.
+    group: the ranks that take part: "all"; "within", the ranks of a node; "between", one rank of every node.
+        Every rank of a node is in a "between" of its own.
+    is_posted: whether ranks post its receives long before: a message needs no answer then (exchange.Gather).
+    """
+
+    kind: CollectiveKind
+    num_bytes: int
+    group: Group = "all"
+    is_posted: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,30 @@ class BucketSpec:
     def numels(self) -> list[int]:
         """The number of elements of each tensor."""
         return list(map(math.prod, self.shapes))
+
+    def exchanges(self, num_bytes: int, num_senders: int | None) -> list[Collective]:
+        """Return a payload's exchanges between ranks (nodes): one of num_senders payloads; two if None."""
+        group: Group = "all" if self.ranks_per_node == 1 else "between"
+        if num_senders is not None:
+            return [Collective("all-gather", num_senders * num_bytes, group)]
+        shards = Collective("all-to-all", num_bytes, group)
+        return [shards, Collective("all-gather", num_bytes, group, is_posted=True)]
+
+    def summing(self, num_bytes: int, within_bytes: int) -> list[Collective]:
+        """Return the collectives of exchange.all_reduce; with nodes, of exchange.reduce_hierarchically.
+
+        num_bytes, within_bytes: the size of the whole buffer, and of the buffer that is summed within nodes.
+        """
+        per_node, num_nodes = self.ranks_per_node, self.world_size // self.ranks_per_node
+        if self.has_delay and num_nodes > 1 and self.device.type == "cpu":
+            is_one = takes_one_exchange(-(-num_bytes // per_node), num_nodes, has_delay=True)
+            summed = self.exchanges(num_bytes, num_nodes if is_one else None)
+        else:
+            summed = [Collective("all-reduce", num_bytes, "all" if per_node == 1 else "between")]
+        if per_node == 1:
+            return summed
+        first, last = (Collective(kind, within_bytes, "within") for kind in ("reduce-scatter", "all-gather"))
+        return [first, *summed, last]
 
 
 class Compressor(ABC):
@@ -97,6 +140,14 @@ class Compressor(ABC):
         Optional. The kit infers the fields that are missing.
         """
         return {}
+
+    @classmethod
+    def collectives(cls, bucket: BucketSpec, options: Any) -> list[Collective]:
+        """Return the collectives of a bucket's compressed step, in the order of `reduce`.
+
+        Optional: `python -m gradcomp plan` asks the hooks that it names.
+        """
+        raise NotImplementedError(f"{cls.__name__} doesn't say which collectives it issues")
 
     def average(self, flat: Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the gradients by their (approximate) mean over the ranks, in place. A collective.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,9 @@ from ..rules import (
     checked_field,
 )
 from .checkpoint import require_names
-from .compressor import BucketSpec, Compressor, State
+from .compressor import BucketSpec, Collective, Compressor, State
 from .quantized import QuantizedCompressor, QuantizedOptions
-from .quantized_all_reduce import LayoutFor, all_reduce_for, compile_all_reduce
+from .quantized_all_reduce import LayoutFor, all_reduce_for, collectives_of_all_reduce, compile_all_reduce
 
 # Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
 # they save between nodes (docs/network.md).
@@ -229,6 +229,33 @@ class PowerSGDCompressor(Compressor):
             layout_for = partial(BlockLayout, [(1, options.BLOCK_SIZE)], options.BLOCK_SIZE)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
             compile_all_reduce(layout_for, dtype, bucket, **options.codes_options(bucket.dtype))
+
+    @classmethod
+    def collectives(cls, bucket: BucketSpec, options: PowerSGDOptions) -> list[Collective]:
+        layout = options.layout(bucket.shapes, bucket.dtype)
+        if options.is_quantized:
+            wide = torch.promote_types(bucket.dtype, torch.float32)
+            wire_numels = layout.p_numels, layout.wire_numel - layout.p_numel, layout.q_numels
+            codes = options.codes_options(bucket.dtype)
+            p, q = (
+                collectives_of_all_reduce(layout_for, wide, bucket, **codes)
+                for layout_for in options.wire_layouts(wire_numels)
+            )
+        else:
+            itemsize = (options.factor_dtype or bucket.dtype).itemsize
+            p, q = (cls._summing(numel * itemsize, bucket) for numel in (layout.wire_numel, layout.q_numel))
+        if [each.kind for each in q] == ["all-gather"]:  # whose receives are posted with P's
+            q = [replace(q[0], is_posted=True)]
+        return p + q
+
+    @staticmethod
+    def _summing(num_bytes: int, bucket: BucketSpec) -> list[Collective]:
+        """Return the collectives of _all_reduce for a wire without codes."""
+        is_small = num_bytes < LEAST_HIERARCHICAL_BYTES
+        if is_small or has_streams(bucket.device):
+            has_delay = bucket.has_delay or (bucket.world_size == 2 and is_small)
+            bucket = replace(bucket, ranks_per_node=1, has_delay=has_delay)
+        return bucket.summing(num_bytes, num_bytes) if num_bytes else []
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()

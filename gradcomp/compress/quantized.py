@@ -31,8 +31,14 @@ from gradcomp.layout.blocks import BlockLayout
 from ..comm.exchange import Works
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field
 from .checkpoint import require_names
-from .compressor import BucketSpec, Compressor, State
-from .quantized_all_reduce import FlatAllReduce, HierarchicalAllReduce, all_reduce_for, compile_all_reduce
+from .compressor import BucketSpec, Collective, Compressor, State
+from .quantized_all_reduce import (
+    FlatAllReduce,
+    HierarchicalAllReduce,
+    all_reduce_for,
+    collectives_of_all_reduce,
+    compile_all_reduce,
+)
 from .reduce_scatter import ReduceScatter, compile_reduce_scatter
 
 
@@ -125,6 +131,11 @@ class QuantizedCompressor(Compressor):
         else:
             layout_for = partial(options.layout, bucket.shapes)
             compile_all_reduce(layout_for, bucket.dtype, bucket, **options.sum_options())
+
+    @classmethod
+    def collectives(cls, bucket: BucketSpec, options: QuantizedOptions) -> list[Collective]:
+        layout_for = partial(options.layout, bucket.shapes)
+        return collectives_of_all_reduce(layout_for, bucket.dtype, bucket, **options.sum_options())
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()

@@ -31,7 +31,7 @@ from gradcomp.layout.blocks import BlockLayout, Part
 
 from ..comm.exchange import Gather, Works, all_gather, all_to_all, reduce_scatter, takes_one_exchange
 from ..comm.nodes import nodes_of
-from .compressor import BucketSpec
+from .compressor import BucketSpec, Collective
 
 # Returns the blocks of a bucket in a number of shards.
 LayoutFor = Callable[[int], BlockLayout]
@@ -264,6 +264,24 @@ def compile_all_reduce(layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSp
     _, plans = _plans(layout_for, dtype, spec, is_flat=spec.ranks_per_node == 1, **options)
     for layout, dtype_of_plan, plan_options in plans:
         ops.compile_quantized(layout, dtype_of_plan, spec.device, **plan_options)
+
+
+def collectives_of_all_reduce(
+    layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
+) -> list[Collective]:
+    """Return the collectives of all_reduce_for with these arguments, in the order of its reduce."""
+    is_flat = spec.ranks_per_node == 1
+    form, [(layout, _, _), *_] = _plans(layout_for, dtype, spec, is_flat=is_flat, **options)
+    if not form.num_bytes:
+        return []
+    # Every sender's payload goes to all others; the form counts half, for an all-reduce sends twice.
+    num_bytes = form.num_bytes if form.num_senders is None else 2 * form.num_bytes
+    exchanged = spec.exchanges(num_bytes // (form.num_senders or 1), form.num_senders)
+    if is_flat:
+        return exchanged
+    summed, _ = piece_dtypes(dtype, options.get("within_dtype"))
+    first = Collective("reduce-scatter", spec.ranks_per_node * layout.numel * summed.itemsize, "within")
+    return [first, *exchanged, Collective("all-gather", num_bytes, "within")]
 
 
 def add_to_pieces(rest: Tensor, pieces: Tensor, copies: Iterable[tuple[slice, slice]], unit: float) -> None:

@@ -1,6 +1,8 @@
 """Arithmetic about bytes and wires: what each hook sends in a step, and how long a network takes for it."""
 
-from .collectives import Collective, Network, Traffic, collectives_of, traffic
+from gradcomp.compress.compressor import Collective
+
+from .collectives import Network, Traffic, collectives_of, traffic
 from .models import buckets_of, load_shapes
 
 __all__ = ["Collective", "Network", "Traffic", "buckets_of", "collectives_of", "load_shapes", "traffic"]

@@ -4,45 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 
-from gradcomp.comm.exchange import MIN_DELAY_S, takes_one_exchange
-from gradcomp.compress.compressor import BucketSpec
-from gradcomp.compress.powersgd import LEAST_HIERARCHICAL_BYTES, PowerSGDOptions
-from gradcomp.compress.quantized import QuantizedOptions
-from gradcomp.compress.quantized_all_reduce import Form, LayoutFor
+from gradcomp.comm.exchange import MIN_DELAY_S
+from gradcomp.compress.compressor import BucketSpec, Collective
 from gradcomp.hooks.named_hooks import NamedHook
-from gradcomp.layout import BlockLayout
 
 from .models import Shape
 
-SUM_BYTES = 4  # an element of the exact sum within a node
 GLOO_THREADS = 2  # gloo's own collectives that run at the same time
 
-CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-to-all", "all-gather"]
-Group = Literal["all", "within", "between"]
 Backend = Literal["nccl", "gloo"]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a hook.
-
-    num_bytes: the size of the whole buffer, all ranks' parts together. If group is "between": the sum over a
-        node's ranks.
-    group: the ranks that take part: "all"; "within", the ranks of a node; "between", one rank of every node.
-        Every rank of a node is in a "between" of its own.
-    is_posted: whether ranks post its receives long before: a message needs no answer then (exchange.Gather).
-    """
-
-    kind: CollectiveKind
-    num_bytes: int
-    group: Group = "all"
-    is_posted: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,100 +143,9 @@ def collectives_of(
     hook: NamedHook, shapes: tuple[Shape, ...], dtype: torch.dtype, network: Network
 ) -> tuple[Collective, ...]:
     """Return a hook's collectives on a bucket of gradients with these shapes, in a step that compresses."""
-    options = hook.options
-    if not hook.is_hierarchical:
-        network = replace(network, ranks_per_node=1)
-    if isinstance(options, PowerSGDOptions):
-        return _powersgd(options, shapes, dtype, network)
-    if isinstance(options, QuantizedOptions):
-        layout_for = partial(BlockLayout, shapes, options.block_size)
-        return _quantized(layout_for, options.bits, dtype, None, network)
-    numel = sum(map(math.prod, shapes))
     if hook.name == "none":  # DDP's own all-reduce, whatever the delay
-        return (Collective("all-reduce", numel * dtype.itemsize),)
-    wire_bytes = numel * (options.wire_dtype or dtype).itemsize
-    return _sum(wire_bytes, numel * dtype.itemsize, network, network.has_delay)
-
-
-def _quantized(
-    layout_for: LayoutFor,
-    bits: int,
-    dtype: torch.dtype,
-    uncompressed_dtype: torch.dtype | None,
-    network: Network,
-) -> tuple[Collective, ...]:
-    """Return a quantized all-reduce's collectives: flat if ranks_per_node is 1, else hierarchical."""
-    per_node = network.ranks_per_node
-    exact = uncompressed_dtype or (dtype if per_node == 1 else torch.promote_types(dtype, torch.float32))
-    bucket = BucketSpec((), dtype, torch.device("cpu"), network.world_size, 0, per_node, network.has_delay)
-    form = Form.of(layout_for, bucket, bits, exact.itemsize)
-    layout = form.layout
-    _, shard_bytes = layout.sections(bits, exact.itemsize)
-    num_bytes = layout.world_size * shard_bytes * (form.num_senders or 1)
-    if not num_bytes:
-        return ()
-    group: Group = "all" if per_node == 1 else "between"
-    in_one = (Collective("all-gather", num_bytes, group),)
-    exchanged = in_one if form.num_senders else _two_exchanges(num_bytes, group)
-    if per_node == 1:
-        return exchanged
-    numel = layout.world_size * (layout.shard_numel + layout.exact_numel)
-    summed = Collective("reduce-scatter", numel * SUM_BYTES, "within")
-    return (summed, *exchanged, Collective("all-gather", num_bytes, "within"))
-
-
-def _powersgd(
-    options: PowerSGDOptions, shapes: tuple[Shape, ...], dtype: torch.dtype, network: Network
-) -> tuple[Collective, ...]:
-    """Return PowerSGD's collectives: P with the uncompressed tensors, then Q."""
-    layout = options.layout(shapes, dtype)
-    if options.is_quantized:
-        uncompressed = layout.numel - sum(matrix.numel for matrix in layout.matrices)
-        wide, exact = torch.promote_types(dtype, torch.float32), options.uncompressed_dtype or dtype
-        layouts = options.wire_layouts((layout.p_numels, uncompressed, layout.q_numels))
-        wires = [_quantized(layout_for, 8, wide, exact, network) for layout_for in layouts]
-    else:
-        itemsize = (options.factor_dtype or dtype).itemsize
-        sizes = (layout.wire_numel * itemsize, layout.q_numel * itemsize)
-        wires = [_factors(size, network) for size in sizes if size]
-    first, *later = wires or ((),)
-    # Both wires' receives are posted with the first. Only a wire in one flat exchange begins with a gather.
-    for each in later:
-        is_gather = [collective.kind for collective in each] == ["all-gather"]
-        first += (replace(each[0], is_posted=True),) if is_gather else each
-    return first
-
-
-def _factors(num_bytes: int, network: Network) -> tuple[Collective, ...]:
-    """Return the collectives that sum one of PowerSGD's wires; see PowerSGDCompressor._sum."""
-    is_small = num_bytes < LEAST_HIERARCHICAL_BYTES
-    is_pair = network.by_messages and network.world_size == 2 and is_small
-    if is_small:
-        network = replace(network, ranks_per_node=1)
-    return _sum(num_bytes, num_bytes, network, network.has_delay or is_pair)
-
-
-def _sum(num_bytes: int, within_bytes: int, network: Network, has_delay: bool) -> tuple[Collective, ...]:
-    """Return the collectives of exchange.all_reduce; with nodes, the collectives of reduce_hierarchically.
-
-    num_bytes, within_bytes: the size of the whole buffer, and of the buffer that is summed within nodes.
-    """
-    per_node, size = network.ranks_per_node, network.num_nodes
-    group: Group = "all" if per_node == 1 else "between"
-    if not has_delay or size == 1:
-        summed: tuple[Collective, ...] = (Collective("all-reduce", num_bytes, group),)
-    elif takes_one_exchange(-(-num_bytes // per_node), size, has_delay=True):
-        summed = (Collective("all-gather", size * num_bytes, group),)
-    else:
-        summed = _two_exchanges(num_bytes, group)
-    if per_node == 1:
-        return summed
-    first = Collective("reduce-scatter", within_bytes, "within")
-    return (first, *summed, replace(first, kind="all-gather"))
-
-
-def _two_exchanges(num_bytes: int, group: Group) -> tuple[Collective, ...]:
-    return (
-        Collective("all-to-all", num_bytes, group),
-        Collective("all-gather", num_bytes, group, is_posted=True),
-    )
+        return (Collective("all-reduce", sum(map(math.prod, shapes)) * dtype.itemsize),)
+    per_node = network.ranks_per_node if hook.is_hierarchical else 1
+    device = torch.device("cpu" if network.by_messages else "cuda")
+    bucket = BucketSpec(shapes, dtype, device, network.world_size, 0, per_node, network.has_delay)
+    return tuple(hook.compressor.collectives(bucket, hook.options))

@@ -10,10 +10,11 @@ from benchmarks import __main__ as bench
 from benchmarks import models, outcomes
 from benchmarks.clock import Timing
 from benchmarks.harness import Case, Setup, WrongResultError, check, elementwise_error, rounding_error
-from benchmarks.powersgd_problem import PASSES
+from benchmarks.powersgd import PASSES
 from benchmarks.records import RESULTS, read
 from gradcomp import ops
 from gradcomp.cpu.quantize import QuantizedPlan
+from gradcomp.plan.models import BUCKET_CAP_BYTES, FIRST_BUCKET_BYTES
 from tests.programs import run_module
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def test_buckets_follow_ddp(model, dtype):
     assert [shape for bucket in buckets for shape in bucket] == list(models.MODELS[model]())[::-1]
     sizes = [[math.prod(shape) * dtype.itemsize for shape in bucket] for bucket in buckets]
     for index, bucket in enumerate(sizes):
-        cap = models.BUCKET_CAP_BYTES if index else models.FIRST_BUCKET_BYTES
+        cap = BUCKET_CAP_BYTES if index else FIRST_BUCKET_BYTES
         assert sum(bucket[:-1]) < cap, "a bucket went on after it had reached its cap"
         assert sum(bucket) >= cap or index == len(sizes) - 1, "a bucket closed too early"
 

@@ -89,20 +89,6 @@ def test_a_whole_demo(start, tmp_path):
     assert len(none["losses"]) == len(none["step_bytes"]) == 13
     assert none["validation_losses"][-1] == [13, none["validation_loss"]]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert none["reducer"] == "torch"
-
-    # gradcomp's Reducer and torch's DDP have equal losses, up to rounding. Each run itself checks that its
-    # replicas have equal bits.
-    options = ("--reducer", "gradcomp", "--link", "none", "--out", str(tmp_path / "ours"))
-    demo = start("--hook", "none", "--steps", "13", *options)
-    status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
-    assert status == 0, output
-    ours = json.loads((tmp_path / "ours" / "none.json").read_text())
-    assert "on 2 ranks, over the loopback\n" in output
-    assert ours["reducer"] == "gradcomp"
-    assert ours["losses"] == pytest.approx(none["losses"], rel=1e-5)
-    assert ours["validation_loss"] == pytest.approx(none["validation_loss"], rel=1e-5)
-    assert ours["bytes_per_step"] == none["bytes_per_step"]
 
 
 def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
@@ -111,6 +97,7 @@ def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
     demo = start("--hook", ",".join(["none", *hooks]), "--steps", "50", *options)
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
+    assert "on 2 ranks, over the loopback\n" in output
     none = json.loads((tmp_path / "none.json").read_text())
     for hook in hooks:
         power_sgd = json.loads((tmp_path / f"{hook}.json").read_text())

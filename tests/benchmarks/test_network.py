@@ -39,7 +39,10 @@ def command(out: Path, *arguments: str) -> list[str]:
 
 @pytest.mark.usefixtures("allowed")
 def test_steps_over_a_throttled_link(tmp_path):
-    done = run_module(*command(tmp_path, "--hooks", "none,powersgd:8,bf16,fp32:fp32"), timeout_s=200)
+    ours = ("none", "powersgd:8:int8")
+    hooks = [*ours, *(f"wrapped:{hook}" for hook in ours), "torch:bf16"]
+    hooks += [f"fsdp2:{name}" for name in ("fp32:fp32", "bf16:fp32", "bf16:bf16")]
+    done = run_module(*command(tmp_path, "--only", ",".join(hooks)), timeout_s=200)
     assert done.returncode == 0, done.stdout
     rows = read(tmp_path / "network.jsonl")
     found = {(row["hooks"], row["hook"], row["wrapper"]): row for row in report.of(rows, job="steps")}
@@ -64,7 +67,8 @@ def test_steps_over_a_throttled_link(tmp_path):
 @pytest.mark.usefixtures("allowed")
 def test_a_host_of_three_ranks_sends_what_one_rank_does(tmp_path):
     hooks = everyday(["int4"], ["int4", "int8"])
-    arguments = ["--hooks", ",".join(["none", *hooks]), "--ranks-per-host", "1,3"]
+    names = ["none", *(f"{hook}{form}" for hook in hooks for form in ("", ":flat"))]
+    arguments = ["--only", ",".join(names), "--ranks-per-host", "1,3"]
     done = run_module(*command(tmp_path, *arguments), timeout_s=200)
     assert done.returncode == 0, done.stdout
     rows = read(tmp_path / "network.jsonl")
@@ -106,7 +110,7 @@ def test_steps_over_links_with_a_delay(tmp_path):
 @pytest.mark.parametrize("delay", [[], ["--delay-ms", "1"]])
 def test_nothing_survives_the_program(number, delay, tmp_path):
     program = subprocess.Popen(
-        [sys.executable, "-m", *command(tmp_path, "--hooks", "none", *delay)],
+        [sys.executable, "-m", *command(tmp_path, "--only", "none", *delay)],
         cwd=ROOT,
         env=users_environment(),
         stdout=subprocess.PIPE,
@@ -239,7 +243,6 @@ def test_missing_rights_are_named(monkeypatch, tmp_path, capsys):
         (["--models", "resnet"], "--models: there is no 'resnet'; known are mlp, gpt, mlp12"),
         (["--links", "fast"], "'fast' is not a whole number"),
         (["--hosts", "0"], "'0' is not a whole number of at least 1"),
-        (["--hooks", "nope"], "--hooks: no hook's name starts with 'nope'"),
         (["--only", "none,powersgd"], "--only: there is no hook 'powersgd'"),
         (["--only", "alone"], "--only: there is no hook 'alone'"),
         (["--only", "fsdp2:int8:int2"], "--only: 'int2' is none of fp32, bf16, 16bit, int8, int4"),
@@ -275,22 +278,24 @@ def test_passes_over_exactly_the_hooks_that_are_named():
 
 
 def test_names_of_other_wrappers():
-    options = network.parse(["--models", "mlp", "--only", "int8,torch:int8,local:20:int8,fsdp2:int8:int4"])
+    names = "int8,torch:int8,local:20:int8,fsdp2:int8:int4,wrapped:auto"
+    options = network.parse(["--models", "mlp", "--only", names])
     found = [job for _, job in network.jobs(options, 4, 1) if job["job"] == "steps"]
-    assert [(job["hooks"], job["hook"], job["wrapper"]) for job in found[:4]] == [
+    assert [(job["hooks"], job["hook"], job["wrapper"]) for job in found[:5]] == [
         ("gradcomp", "int8", "torch"),
         ("torch", "int8", "torch"),
         ("gradcomp", "20:int8", "local steps"),
         ("gradcomp", "int8:int4", "fsdp2"),
+        ("gradcomp", "auto", "gradcomp"),
     ]
 
 
-def test_links_with_delays_are_for_our_hooks_on_torchs_wrapper():
+def test_links_with_delays_are_for_steps_unless_a_loss_is_asked_for():
     found = chosen("--delay-ms", "0,2.5")
     assert list(dict.fromkeys(link for link, *_ in found)) == [(200, 0.0), (200, 2.5)]
-    assert {(kind, wrapper) for _, kind, _, wrapper, _ in found} == {("link", None), ("steps", "torch")}
+    assert {"steps", "link"} == {kind for _, kind, *_ in found}
     assert {"steps", "link", "loss"} == {kind for _, kind, *_ in chosen()}
-    asked = chosen("--delay-ms", "5", "--loss-links", "50", "--hooks", "none")
+    asked = chosen("--delay-ms", "5", "--loss-links", "50", "--only", "none")
     assert asked[-1] == ((50, 5.0), "loss", "none", "torch", None)
 
 
@@ -334,8 +339,8 @@ def test_tables_have_a_column_for_each_delay_and_medians_over_runs(tmp_path):
     differ = "The slowest run took 5 % longer than the fastest (median; at most 400 %)"
     assert report.differences(rows) == differ
     assert report.differences(rows[:1]) == ""
-    assert report.label(rows[0]) == "2 hosts, 1000 Mbit/s, 25 ms, mlp, none, steps"
-    assert report.label(rows[1]) == "2 hosts, 1000 Mbit/s, 25 ms, mlp, none, run 2, steps"
+    assert report.label(rows[0]) == "2 hosts, 1,000 Mbit/s, 25 ms, mlp, none, steps"
+    assert report.label(rows[1]) == "2 hosts, 1,000 Mbit/s, 25 ms, mlp, none, run 2, steps"
     report.draw(rows, tmp_path / "network.png")
     assert (tmp_path / "network.png").stat().st_size > 5_000
     (lossy,) = timed("fp16", 25, 400.0, dropped_packets=1234, p20_ms=390.0, p80_ms=410.0)
@@ -346,10 +351,9 @@ def test_tables_have_a_column_for_each_delay_and_medians_over_runs(tmp_path):
 
 def test_the_line_of_a_link_has_the_smallest_exchange():
     seconds = [(1_000, 0.0004), (4_000_000, 0.165)]
-    link = {"job": "link", "hosts": 2, "mbit_per_s": 200, "all_reduce_seconds": seconds}
-    line = "all-reduce of 4,000,000 B 165.0 ms, of 1,000 B 0.40 ms"
+    link = {"job": "link", "hosts": 2, "exchange_seconds": 0.0102, "all_reduce_seconds": seconds}
+    line = "exchange of 8 B 10.20 ms, all-reduce of 4,000,000 B 165.0 ms, of 1,000 B 0.40 ms"
     assert report.summary(link) == line
-    assert report.summary({**link, "exchange_seconds": 0.0102}) == f"exchange of 8 B 10.20 ms, {line}"
 
 
 def test_times_to_a_loss_are_medians_over_seeds_each_beside_no_hook():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import models, powersgd_hooks, powersgd_problem, powersgd_stages, reducer
+from benchmarks import models, powersgd, reducer
 from benchmarks.harness import Case, WrongResultError, check, frobenius_error, rounding_error
 from gradcomp import ops
 
@@ -25,11 +25,11 @@ def test_powersgd_on_a_gpu_covers_models_ranks_and_dtypes():
         key: [case for case in cases if (case.label, case.dtype) == key and case.name != "powerSGD_hook"]
         for key in hooks
     }
-    assert sum(map(bool, by_stage.values())) == powersgd_problem.NUM_BY_STAGE
+    assert sum(map(bool, by_stage.values())) == powersgd.NUM_BY_STAGE
     for key, stages in by_stage.items():
         if stages:
             names = [case.name for case in stages]
-            assert names == [f"powerSGD {stage}" for stage in powersgd_problem.PASSES]
+            assert names == [f"powerSGD {stage}" for stage in powersgd.PASSES]
             assert hooks[key].num_bytes == sum(stage.num_bytes for stage in stages)
     by_name = {str(case): case for case in cases if case.label.startswith("bert-large")}
     [whole] = [case for name, case in by_name.items() if "hook" in name and "r=1 float32" in name]
@@ -48,15 +48,14 @@ SMALL = [(40, 30), (7,), (40, 30), (64, 2, 3, 3), (5, 4)]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "build",
-    [powersgd_hooks._hooks, *(partial(powersgd_stages._stage, stage=s) for s in powersgd_problem.PASSES)],
+    "build", [powersgd._hooks, *(partial(powersgd._stage, stage=s) for s in powersgd.PASSES)]
 )
 def test_powersgd_is_checked_before_it_is_timed(build, dtype, group_of_one, monkeypatch):
     monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, for hundreds of steps
-    problem = powersgd_problem.Problem("small", (tuple(SMALL), tuple(SMALL[:2])), dtype, 2, CPU)
+    problem = powersgd.Problem("small", (tuple(SMALL), tuple(SMALL[:2])), dtype, 2, CPU)
     setup = build(problem)
-    module = powersgd_hooks if build is powersgd_hooks._hooks else powersgd_stages
-    bound = module.MAX_ERROR[dtype]
+    is_hook = build is powersgd._hooks
+    bound = (powersgd.HOOK_MAX_ERROR if is_hook else powersgd.STAGE_MAX_ERROR)[dtype]
     case = Case("", "", "", 0, bound, lambda: setup, "", frobenius_error)
     assert check(case, setup)
     # Like in the timed rounds, each call works on the buffers that the last call left. No result may vanish,

@@ -1,0 +1,224 @@
+"""Bring the tables and numbers in README and pages up to date with benchmarks/results: make tables
+
+A text of the rows is found in its page by its words. In a table's line all but the first cell may differ, and
+elsewhere numbers. A test runs it: no page may change.
+"""
+
+import re
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.accuracy import comparison
+from benchmarks.demo import chart
+from benchmarks.environment import ROOT
+from benchmarks.network import report
+from benchmarks.records import RESULTS, Row, read
+from gradcomp.hooks.auto_hook import CANDIDATES
+
+# README's names of hooks, and the names in the rows and in docs/accuracy.md.
+HOOKS = {
+    "no hook": "none",
+    "`auto_hook`": "auto",
+    "`bf16_compress_hook`": "bf16",
+    "`quantization_hook`, 8 bits": "int8",
+    "`quantization_hook`, 4 bits": "int4",
+    "`powerSGD_hook`, rank 16, int8 factors, the rest in bf16": "powersgd:16:int8",
+    "`powerSGD_hook`, rank 8, int8 factors, the rest in bf16": "powersgd:8:int8",
+}
+# The columns of times in README and in docs/choosing.md: Mbit/s, and ms one way; None without a router.
+LINKS = ((200, 0.0), (200, 25.0), (1_000, 0.0), (1_000, 25.0))
+FASTEST = 10_000, None
+
+ROWS = read(RESULTS / "network.jsonl")
+STEPS = report.of(ROWS, job="steps")
+
+
+def steps(**wanted: Any) -> list[Row]:
+    """Return the timed steps with these values, by default of two hosts with one rank each."""
+    return report.of(STEPS, **{"hosts": 2, "ranks_per_host": 1, **wanted})
+
+
+def at(rows: list[Row], link: report.Link, **wanted: Any) -> list[Row]:
+    return report.of(rows, mbit_per_s=link[0], delay_ms=link[1], **wanted)
+
+
+def ms(rows: list[Row], link: report.Link, hook: str) -> float:
+    return report.median_ms(at(rows, link, hook=hook))
+
+
+def tables() -> Iterator[tuple[str, str]]:
+    """Yield (page, table of rows)."""
+    local = [row for row in steps(model="mlp", wrapper="local steps") if row["hook"] != "20:delay=5"]
+    beside = [row for link in LINKS for row in at(steps(model="mlp", hook="none"), link)]
+    gpt = steps(model="gpt", wrapper="torch", hooks="gradcomp")
+    for page, rows in (
+        ("network", [row for row in steps(model="mlp", wrapper="torch") if row["delay_ms"] != 5]),
+        ("network", [row for row in gpt if row["hook"] != "allreduce"]),
+        ("network", report.of(ROWS, job="loss")),
+        ("network", [row for row in report.of(STEPS, hosts=4) if row["hook"] not in ("noop", "bf16")]),
+        ("network", steps(model="mlp12")),
+        ("network", report.of(STEPS, hosts=2, ranks_per_host=3)),
+        ("frameworks/local_steps", beside + local),
+        ("fsdp", steps(wrapper="fsdp2")),
+        ("fsdp", report.of(STEPS, wrapper="fsdp2", ranks_per_host=2, mbit_per_s=200)),
+    ):
+        for table in re.split(r"\n\n(?=[^|])", report.tables(rows)):
+            yield f"docs/{page}.md", table
+    yield "docs/accuracy.md", accuracys_table()
+
+
+def accuracys_table() -> str:
+    return comparison.tables(report.of(read(RESULTS / "accuracy.jsonl"), task="gpt"))
+
+
+def readmes_lines() -> Iterator[str]:
+    """Yield a line for each of HOOKS."""
+    costs = {line.split()[0]: line.split() for line in accuracys_table().splitlines()[2:]}
+    runs = steps(model="mlp", wrapper="torch", hooks="gradcomp")
+    for name, hook in HOOKS.items():
+        times = " | ".join(report.cell(at(runs, link, hook=hook), at(runs, link)) for link in LINKS)
+        cost = costs.get({"bf16": "fp16"}.get(hook, hook), [])
+        sent, loss = (f"{cost[2]} ({cost[3]})", cost[8]) if cost else ["as what it chooses"] * 2
+        yield f"| {name} | {sent} | {times} | {'' if hook == 'none' else f'{loss} '}|"
+
+
+def advice() -> Iterator[str]:
+    """Yield, for models and hosts, the mildest hook within 10 % of the fastest."""
+    for name, model, hosts in (
+        ("perceptron, 2 hosts", "mlp", 2),
+        ("perceptron, 4 hosts", "mlp", 4),
+        ("GPT, 2 hosts", "gpt", 2),
+    ):
+        cells = []
+        for link in (*LINKS, FASTEST):
+            beside = at(steps(model=model, hosts=hosts, wrapper="torch", hooks="gradcomp"), link)
+            times = {hook: ms(beside, link, hook) for hook in CANDIDATES} if beside else {}
+            chosen = next((hook for hook in times if times[hook] <= 1.1 * min(times.values())), None)
+            cells.append(f"{chosen}, {times['none'] / times[chosen]:.1f}×" if chosen else "")
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+def on_networks() -> Iterator[tuple[str, str]]:
+    """Yield (page, sentence) on times over links."""
+    (machine,) = {(row["device"], row["torch"]) for row in ROWS}
+    yield "docs/network.md", f"{machine[0].removeprefix('CPU ').partition(',')[0]}, torch {machine[1]}"
+    yield "docs/network.md", report.differences(STEPS).rstrip()
+    ratios = []  # auto_hook's step over the fastest candidate's
+    for model, hosts, link in {
+        (row["model"], row["hosts"], (row["mbit_per_s"], row["delay_ms"])) for row in STEPS
+    }:
+        beside = at(steps(model=model, hosts=hosts, wrapper="torch", hooks="gradcomp"), link)
+        if report.of(beside, hook="auto"):
+            ratios.append(ms(beside, link, "auto") / min(ms(beside, link, hook) for hook in CANDIDATES))
+    yield (
+        "docs/network.md",
+        f"A step with `auto_hook` takes {min(ratios):.2f} to {max(ratios):.2f} times as long as with the "
+        f"fastest candidate, in the median {statistics.median(ratios):.2f}",
+    )
+    two, four = (at(report.of(ROWS, job="link", hosts=hosts), LINKS[3])[0] for hosts in (2, 4))
+    small, of_four = (dict(link["all_reduce_seconds"])[1_000] * 1e3 for link in (two, four))
+    yield (
+        "docs/internals/network.md",
+        f"With 25 ms one way gloo's all-reduce of 1 kB takes {small:.0f} ms on 2 ranks and {of_four:.0f} on "
+        f"4, an exchange of messages {two['exchange_seconds'] * 1e3:.0f}",
+    )
+    runs = steps(model="mlp", wrapper="torch", hooks="gradcomp")
+    yield "docs/auto.md", "gradcomp: " + at(runs, LINKS[1], hook="auto")[0]["said"]
+    noop_ms = ms(runs, LINKS[0], "noop")
+    yield "README.md", f"Without communication a step takes {noop_ms:.0f} ms"
+    slow, fast = (ms(runs, link, "none") / ms(runs, link, "auto") for link in (LINKS[0], LINKS[2]))
+    yield "docs/index.md", f"{slow:.0f} times as fast over 200 Mbit/s, {fast:.1f} times over 1 Gbit/s"
+
+
+def on_cpu(case: str, label: str, provider: str = "gradcomp") -> Row:
+    rows = read(RESULTS / "cpu-amd-epyc-1-threads.jsonl")
+    (row,) = report.of(rows, case=case, label=label, provider=provider)
+    return row
+
+
+def times_torchs(case: str, label: str, digits: int = 1) -> str:
+    """Say how many times as fast as torch's ours is on a CPU, with the middle 60 % of rounds."""
+    row = on_cpu(case, label)
+    low, middle, high = (f"{row[f'times_baseline{part}']:.{digits}f}" for part in ("_p20", "", "_p80"))
+    return f"{middle} ({low}–{high})"
+
+
+def on_devices() -> Iterator[tuple[str, str]]:
+    """Yield (page, text) on times of single calls, and on the demo."""
+    ours, *_ = report.of(
+        read(RESULTS / "nvidia-h100-80gb-hbm3.jsonl"),
+        case="powerSGD_hook",
+        label="bert-large, 38 buckets, r=4",
+        dtype="float32",
+        provider="gradcomp",
+    )
+    yield "README.md", f"[{ours['p50_us'] / 1e3:.1f} ms for BERT-large]"
+    yield "README.md", f"{ours['host_us'] / 1e3:.1f} on the host"
+    for label in ("4×1024×1024, 512×512×3×3", "60×256×256"):
+        cells = [times_torchs("powerSGD_hook", f"{label}, 1 bucket, r={rank}") for rank in (1, 4, 16)]
+        yield "docs/powersgd.md", f"| {label} | {' | '.join(cells)} |"
+    small, resnet = (times_torchs("reducer", label, 2) for label in ("400 small tensors", "resnet50"))
+    yield (
+        "docs/reducer.md",
+        f"with 400 small tensors the Reducer is {small} times as fast as torch's DDP, with ResNet-50's "
+        f"parameters {resnet}",
+    )
+    names = ("torch_fp16", "fp16", "int8", "int4", "pertensor")
+    found = [on_cpu("quantization_hook", "25 MiB bucket, W=1", name)["p50_us"] / 1e3 for name in names]
+    yield (
+        "docs/internals/hooks.md",
+        "On one thread a hook's own work on 25 MiB of fp32 takes {:.1f} ms for torch's fp16, {:.1f} for "
+        "ours, {:.1f} for int8, {:.1f} for int4 and {:.1f} for pertensor".format(*found),
+    )
+    records = {record["hook"]: record for record in read(RESULTS / "demo.jsonl")}
+    target = chart.target_loss([*records.values()])
+    seconds = {hook: chart.seconds_to(target, record) for hook, record in records.items()}
+    times = [seconds["none"] / seconds[hook] for hook in ("bf16", "int4", "auto_hook")]
+    yield (
+        "docs/demo.md",
+        "{:.1f} times as soon with bf16, {:.1f} with int4 and {:.1f} with auto_hook".format(*times),
+    )
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield (page, what it says by the rows)."""
+    yield from (*tables(), *on_networks(), *on_devices())
+    yield "README.md", "\n".join(readmes_lines())
+    yield "docs/choosing.md", "\n".join(advice())
+
+
+NUMBER = r"[-+]?\d+(?:[.,]\d+)*"
+
+
+def pattern_of(text: str) -> str:
+    """Return a pattern of what a page says of other rows in place of this text."""
+    lines = []
+    for line in text.splitlines():
+        words = [re.escape(part).replace("\\ ", r"\s+") for part in re.split(NUMBER, line)]
+        cell = re.match(r"\|[^|]*\|", line)
+        lines.append(re.escape(cell[0]) + "[^\n]*" if cell else NUMBER.join(words))
+    return "\n".join(lines)
+
+
+def updated(page: str, text: str) -> str:
+    """Return a page's contents with this text. Raises ValueError unless there is one place for it."""
+    found = list(re.finditer(pattern_of(text), page))
+    if text.split() in [match[0].split() for match in found]:
+        return page
+    if len(found) != 1:
+        raise ValueError(f"the page has {len(found)} places for a text, write it by hand: {text}")
+    return page[: found[0].start()] + text + page[found[0].end() :]
+
+
+def main() -> None:
+    for page, text in texts():
+        before = (ROOT / page).read_text()
+        after = updated(before, text)
+        if after != before:
+            (ROOT / page).write_text(after)
+            print(f"{page}: {text}")
+
+
+if __name__ == "__main__":
+    main()
