@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ..comm.process_group import Explaining
 from ..comm.reduced_values import ReducedValues
+from ..comm.torch_private import tree_flatten, tree_map_only
 
 
 def furthest(progress: float, group: dist.ProcessGroup, device: torch.device) -> tuple[int, float]:
@@ -30,8 +31,6 @@ def take_over(state: Any, source: int, group: dist.ProcessGroup) -> None:
 
     A collective. Raises the errors of the state's load_state_dict.
     """
-    from torch.utils._pytree import tree_map_only  # private: here, only this needs it
-
     own = state.shared_state_dict()
     taken = [tree_map_only(torch.Tensor, torch.Tensor.cpu, own)]
     with Explaining.of(f"take over the hook's state of rank {source}", group):
@@ -42,7 +41,6 @@ def take_over(state: Any, source: int, group: dist.ProcessGroup) -> None:
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two shared_state_dicts have the same step and directions."""
-    from torch.utils._pytree import tree_flatten
 
     def flat(state: Any) -> Any:
         return tree_flatten(
