@@ -63,10 +63,8 @@ def all_reduce_compressed(
 
     def finish(future: Future) -> torch.Tensor:
         # gloo's result for a complex tensor is its view as real numbers.
-        try:
+        with operation:
             future.value()
-        except Exception as error:
-            operation.reraise(error)
         if wire is not buffer:
             ops.decompress_cast(wire, out=buffer)
         release()

@@ -172,7 +172,7 @@ Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]:
     """Return the result of a hook. Raises RuntimeError if it isn't a Future."""
-    if not isinstance(future, torch._C.Future):  # a collective's future is one, too
+    if not isinstance(future, torch.Future):  # a collective's future is one, too
         raise ExplainedError(
             f"the communication hook {name_of(hook)} returned {type(future).__name__}, but must return a "
             "torch.futures.Future that holds the averaged bucket"

@@ -35,6 +35,7 @@ from gradcomp.device import has_streams
 
 from .process_group import Explaining
 from .streams import Future, on_side_stream, side_stream, wait_for_current_stream
+from .torch_private import current_autograd_node, current_graph_task_id, queue_callback
 
 # Yields each collective under way, or None for one that needs no waiting. Returns the averaged bucket.
 Stages = Generator[dist.Work | None, None, torch.Tensor]
@@ -129,12 +130,11 @@ class _Running:
         """
         work, self.work = self.work, None
         try:
-            self.work = _next(self.stages, work)
+            with self.operation:
+                self.work = _next(self.stages, work)
         except StopIteration as end:
             self.future.set_result(end.value)
             return True
-        except Exception as error:
-            self.operation.reraise(error)
         return False
 
     def give_up(self, error: Exception) -> None:
@@ -166,7 +166,7 @@ class Pipeline:
 
         Returns a future of the average. Raises the error of any bucket, on the thread that calls the hooks.
         """
-        device, backward = bucket.buffer().device, torch._C._current_graph_task_id()
+        device, backward = bucket.buffer().device, current_graph_task_id()
         if is_first and self._running:
             # The buffers of a backward that an error has ended have other gradients already; one without an
             # error leaves nothing. What was begun outside of any goes on.
@@ -184,7 +184,7 @@ class Pipeline:
             self.finish()
         elif self._running and not earlier and backward != -1:
             # The last bucket may go to another hook. This runs before DDP waits for futures.
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            queue_callback(self.finish)
             _of_backwards.add(self)
         return future
 
@@ -206,7 +206,9 @@ class Pipeline:
         self._running = [each for each in self._running if each not in left]
         self._give_up(left, RuntimeError("an error ended the step before this bucket was averaged"))
 
-    def end_backward(self, backward: int, *, drops: bool) -> None:
+    def end_backward(self, *, drops: bool) -> None:
+        """Average or drop the buckets of the running backward."""
+        backward = current_graph_task_id()
         if drops:
             self.drop(lambda running: running.backward == backward)
         elif any(running.backward == backward for running in self._running):
@@ -216,11 +218,7 @@ class Pipeline:
         """Run the next stage of each bucket, on side streams. Returns the buckets that have more stages."""
         found: list[_Running] = []
         for device, each in groupby(buckets, attrgetter("device")):
-            of_device = list(each)
-            if has_streams(device):
-                found += on_side_stream(device, partial(self._step, of_device))
-            else:
-                found += self._step(of_device)
+            found += on_side_stream(device, partial(self._step, list(each)))
         return found
 
     def _step(self, buckets: Sequence[_Running]) -> list[_Running]:
@@ -251,10 +249,9 @@ _of_backwards: WeakSet[Pipeline] = WeakSet()
 
 def end_backward(*, drops: bool) -> None:
     """Average or drop what the running backward has under way. Futures hold the errors; backward goes on."""
-    backward = torch._C._current_graph_task_id()
     for pipeline in [*_of_backwards]:
         with suppress(Exception):
-            pipeline.end_backward(backward, drops=drops)
+            pipeline.end_backward(drops=drops)
 
 
 _of_thread = threading.local()  # has the thread's pipeline for hooks that keep nothing between buckets
@@ -277,5 +274,5 @@ def is_waited_for_at_once(bucket: dist.GradBucket) -> bool:
     True in a static graph's first step: torch's DDP calls all hooks at the end of backward, in a callback of
     the autograd engine, and waits for their futures there. No later hook or callback could complete a future.
     """
-    is_in_backward = torch._C._current_graph_task_id() != -1
-    return isinstance(bucket, dist.GradBucket) and is_in_backward and not torch._C._current_autograd_node()
+    is_in_backward = current_graph_task_id() != -1
+    return isinstance(bucket, dist.GradBucket) and is_in_backward and not current_autograd_node()

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gradcomp.device import has_streams
 
 from ..rules import described
+from . import torch_private
 
 # The key under which the default group's store says what a rank waits for; see consistency.py.
 WAITING = "gradcomp/waiting"
@@ -101,15 +102,13 @@ def backends_of(group: dist.ProcessGroup) -> list[str]:
     """Return the group's back ends by the type of device, such as ["cpu:gloo", "cuda:nccl"]."""
     if _is_registered(group):
         return dist.get_backend_config(group).split(",")
-    return [f"{each.type}:{group._get_backend(each).name()}" for each in group._device_types]
+    return [f"{kind}:{backend.name()}" for kind, backend in torch_private.backends_of(group).items()]
 
 
 def _is_unnamed(group: dist.ProcessGroup) -> bool:
     """Return whether the group is a plain one, with a back end, that torch.distributed hasn't made."""
-    try:
-        return type(group) is dist.ProcessGroup and bool(group._device_types) and not group.group_name
-    except RuntimeError:  # without a back end it has no name
-        return False
+    is_plain = type(group) is dist.ProcessGroup and bool(torch_private.backends_of(group))
+    return is_plain and not group.group_name
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
@@ -132,11 +131,7 @@ def kept_of(group: dist.ProcessGroup) -> dict[Any, Any]:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the time-out of a group's collectives; None if its backend doesn't tell."""
-    try:
-        found: timedelta = group._get_backend(device_for(group, ())).options._timeout
-    except (AttributeError, RuntimeError):  # a backend without options
-        return None
-    return found
+    return torch_private.timeout_of(group, device_for(group, ()))
 
 
 def device_for(group: dist.ProcessGroup, tensors: Iterable[torch.Tensor]) -> torch.device:
@@ -189,12 +184,6 @@ class Explaining(NamedTuple):
     ) -> None:
         if error is not None and (explained := self.explained(error)) is not error:
             raise explained from error
-
-    def reraise(self, error: BaseException) -> NoReturn:
-        """Raise an error that a collective may have raised, explained."""
-        if (explained := self.explained(error)) is error:
-            raise error
-        raise explained from error
 
     def explained(self, error: BaseException) -> BaseException:
         """Return an ExplainedError for an error that a collective may have raised; any other as it is."""

@@ -20,6 +20,7 @@ from ..comm.exchange import MIN_DELAY_S, round_trip_s
 from ..comm.nodes import nodes_in
 from ..comm.process_group import Explaining
 from ..comm.reduced_values import ReducedValues
+from ..comm.torch_private import tree_flatten, tree_map_only
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,6 @@ def take_over(state: Any, source: int, group: dist.ProcessGroup) -> None:
 
     A collective. Raises the errors of the state's load_state_dict.
     """
-    from torch.utils._pytree import tree_map_only  # private: here, only this needs it
-
     own = state.shared_state_dict()
     taken = [tree_map_only(torch.Tensor, torch.Tensor.cpu, own)]
     with Explaining.of(f"take over the hook's state of rank {source}", group):
@@ -136,8 +135,6 @@ def take_over(state: Any, source: int, group: dist.ProcessGroup) -> None:
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two shared_state_dicts have the same step and directions."""
-    from torch.utils._pytree import tree_flatten
-
     def flat(state: Any) -> Any:
         return tree_flatten(
             (state["iter"], sorted(state["parameters"].items(), key=lambda pair: str(pair[0])))

@@ -32,6 +32,7 @@ from ..comm.exchange import reduce_scatter
 from ..comm.pipeline import Pipeline, Stages, average_in_stages
 from ..comm.process_group import Explaining
 from ..comm.streams import Future
+from ..comm.torch_private import current_graph_task_id, queue_callback
 from ..rules import described
 from .agreement import Place, agree
 from .announcement import LONG_START, UNCLAIMED, announce_phase, announce_start, warn_of_keys
@@ -382,7 +383,7 @@ class Steps:
 
         Returns whether the bucket was added.
         """
-        new, backward = set(map(id, parameters)), torch._C._current_graph_task_id()
+        new, backward = set(map(id, parameters)), current_graph_task_id()
         is_changed = self._left is not None and (backward == -1 or self._left != self._versions())
         if is_changed or not self._parameters.isdisjoint(new):
             if self.num_buckets:
@@ -396,7 +397,7 @@ class Steps:
         self.num_buckets += 1
         if backward not in (-1, self._backward):
             self._backward, self._watched = backward, list(map(weakref.ref, parameters))
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            queue_callback(self._end_backward)
         return True
 
     def end(self) -> None:
@@ -410,7 +411,7 @@ class Steps:
         self._backward = -1
         self.is_over = self.num_buckets > 0
         # After DDP's callback, which writes the averages to the gradients, on every rank.
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave)
+        queue_callback(self._leave)
 
     def _leave(self) -> None:
         self._left = self._versions()

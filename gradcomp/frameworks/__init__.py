@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
+from gradcomp.comm.torch_private import overflows_of
 from gradcomp.compress import consolidated_state_dict
 from gradcomp.compress.state import CompressorState
 from gradcomp.parallel import DistributedDataParallel
@@ -124,7 +125,7 @@ class CommHook:
                 "only. Call comm_hook.follow(scaler) at the beginning of every step, before backward"
             )
         self.state.gradient_scale = 1.0 if scaler is None else scaler.get_scale()
-        overflows = getattr(scaler, "_per_optimizer_states", None)  # a disabled scaler has none
+        overflows = overflows_of(scaler)
         self._followed = scaler, overflows, self.state.iter
         if overflows is not None:
             self.state.keep_undo = True
@@ -138,7 +139,7 @@ class CommHook:
         update has added the other optimizers' numbers to the first one's.
         """
         scaler, overflows, step = self._followed
-        if not overflows or overflows is scaler._per_optimizer_states:
+        if not overflows or overflows is overflows_of(scaler):
             return
         counts = [sum(map(float, each["found_inf_per_device"].values())) for each in overflows.values()]
         if all(counts) and counts[0] > sum(counts[1:]) and self.state.iter > step:

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from gradcomp.comm.nodes import AUTO, nodes_in, require_ranks_per_node
+from gradcomp.comm.torch_private import require_names
 from gradcomp.compress.all_gather import ShardGather
 from gradcomp.rules import BLOCK_SIZE, WEIGHT_BITS, described
 
-from .checks import checked_groups, require_agreement, require_default, require_methods
+from .checks import checked_groups, require_agreement, require_default
 from .param_groups import Collective, ParamGroup
 
 _WHOSE = "compress_all_gather"
@@ -117,7 +119,7 @@ def all_gathers(
     """Return each parameter group's all-gather, also with 4 bits. Raises compress_all_gather's errors."""
     block_size, per_node = BLOCK_SIZE("block_size", block_size), require_ranks_per_node(ranks_per_node)
     groups = checked_groups(_WHOSE, model)
-    require_methods(_WHOSE, "set_custom_all_gather")
+    require_names(FSDPModule, "set_custom_all_gather")
     require_default(_WHOSE, groups, "all_gather")
     exact = sorted(_names_of(model, ignored))
     options = {"bits": bits, "block_size": block_size, "ranks_per_node": per_node, "ignored": exact}

@@ -54,16 +54,6 @@ def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
     return groups
 
 
-def require_methods(whose: str, *names: str) -> None:
-    """Raise RuntimeError if torch's FSDPModule lacks a method."""
-    for name in names:
-        if not hasattr(FSDPModule, name):
-            raise RuntimeError(
-                f"{whose} needs FSDPModule.{name}, which torch {torch.__version__} lacks: use torch 2.13 or "
-                "newer"
-            )
-
-
 def require_default(whose: str, groups: list[ParamGroup], kind: str) -> None:
     """Raise ValueError for a group with another collective than torch's. kind: see ParamGroup.custom."""
     for group in groups:

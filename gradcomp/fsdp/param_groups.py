@@ -12,12 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+from gradcomp.comm.torch_private import function_of, require_names
 
 # The methods of an FSDP module's state that end a backward. The second one is for
 # set_manual_backward_finalization, since torch 2.15.
 _ENDS = ("_root_post_backward_final_callback", "finalize_backward")
 _CALLER_MAY_END = hasattr(FSDPModule, "set_manual_backward_finalization")
+_get_gradient_divide_factors = function_of(
+    "distributed.fsdp._fully_shard._fsdp_collectives._get_gradient_divide_factors"
+)
+_OF_GROUPS = (
+    *("device", "mesh_info", "mp_policy", "fsdp_params", "post_backward"),
+    *("_all_reduce_hook", "all_reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms"),
+    *("_reduce_scatter_comm", "_all_gather_comm", "is_sharded_post_forward"),
+)
+_OF_PARAMETERS = (
+    *("_module_info", "_orig_size", "fsdp_placement", "is_dtensor", "padded_sharded_param_size"),
+    *("sharded_param", "unsharded_accumulated_grad", "_sharded_local_tensor"),
+)
 
 
 class Collective:
@@ -44,9 +57,15 @@ class ParamGroup:
     """
 
     def __init__(self, name: str, module: FSDPModule, group: Any):
+        require_names(group, *_OF_GROUPS)
+        require_names(type(group), "_reduce_scatter_process_group")
+        for each in group.fsdp_params:
+            require_names(each, *_OF_PARAMETERS)
         self.name, self.module, self._group = name, module, group
         self.device, mesh = torch.device(group.device), group.mesh_info
+        require_names(mesh, "shard_mesh_dim", "replicate_mesh_dim")
         shards, replicates = mesh.shard_mesh_dim is not None, mesh.replicate_mesh_dim is not None
+        require_names(mesh, *["shard_process_group"] * shards, *["replicate_process_group"] * replicates)
         self.shard_group: dist.ProcessGroup | None = mesh.shard_process_group if shards else None
         self.replicate_group: dist.ProcessGroup | None = mesh.replicate_process_group if replicates else None
         scatters = None if self.shard_group is None else group._reduce_scatter_process_group
@@ -245,6 +264,7 @@ def param_groups_of(model: nn.Module) -> list[ParamGroup]:
     for name, module, state in _states_of(model):
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # torch 2.11 knows one group at most
+            require_names(state, "_fsdp_param_group")
             groups = list(filter(None, [state._fsdp_param_group]))
         if len(groups) > 1:
             raise ValueError(
@@ -262,6 +282,7 @@ def call_after_backward(model: nn.Module, function: Callable[[], None]) -> None:
     """Call a function at the end of every backward of the model, when all gradients have been reduced."""
     for state in {id(state): state for _, _, state in _states_of(model)}.values():
         for name in _ENDS[: 2 if _CALLER_MAY_END else 1]:
+            require_names(state, name, "_state_ctx")
             setattr(state, name, partial(_end, name, getattr(state, name), state, function))
 
 

@@ -6,20 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from gradcomp.comm.bucket import ShardBucket
 from gradcomp.comm.consistency import require_same_group
+from gradcomp.comm.torch_private import require_names
 from gradcomp.compress import CompressorState
 
-from .checks import (
-    Averager,
-    check_state,
-    checked_groups,
-    options_of,
-    require_agreement,
-    require_default,
-    require_methods,
-)
+from .checks import Averager, check_state, checked_groups, options_of, require_agreement, require_default
 from .param_groups import Collective, ParamGroup, call_after_backward
 
 _WHOSE = "compress_reduce_scatter"
@@ -136,5 +130,5 @@ def check_reduce_scatter(model: Any, state: CompressorState) -> tuple[list[Param
         raise ValueError(
             f"{_WHOSE}: the state has a Recorder, but sums of shards are no averages to record: detach it"
         )
-    require_methods(_WHOSE, "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
+    require_names(FSDPModule, "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
     return groups, shard_group

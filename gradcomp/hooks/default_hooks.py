@@ -28,6 +28,7 @@ from gradcomp.comm.bucket import (
 )
 from gradcomp.comm.pipeline import Pipeline
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
+from gradcomp.comm.torch_private import all_reduce_traced
 
 __all__ = [
     "allreduce_hook",
@@ -48,12 +49,9 @@ def is_traced_gradient(bucket: Any) -> bool:
 
 def average_traced(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Any:
     """Average a traced hook's (gradient, parameter) in place, on the wire in the given or its own dtype."""
-    # Imported late, because the import takes long.
-    from torch.distributed._functional_collectives import all_reduce
-
     gradient: torch.Tensor = bucket[0]
     wire = gradient * (1 / group.size())
-    return gradient.copy_(all_reduce(wire if dtype is None else wire.to(dtype), "sum", group))
+    return gradient.copy_(all_reduce_traced(wire if dtype is None else wire.to(dtype), group))
 
 
 def allreduce_hook(

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from ..comm.bucket import Hook, Hooked, name_of
 from ..comm.consistency import difference, require_all_ranks, require_same_on_all_ranks
 from ..comm.process_group import ExplainedError, device_for, ranks_of, resolve_group
 from ..comm.reduced_values import ReducedValues
+from ..comm.torch_private import tree_map_only
 from ..compress import CompressorState
 from ..compress.agreement import furthest, take_over
 from ..reducer import broadcast_coalesced

@@ -18,9 +18,18 @@ from torch.utils.hooks import RemovableHandle
 from gradcomp.comm.bucket import Hooked
 from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Explaining
+from gradcomp.comm.torch_private import (
+    ACTIVE_DDP,
+    check_wrapper,
+    ignore_for_model,
+    ignored_in,
+    not_compiled,
+    optimizers_in_backward,
+    preserve_version_counter,
+)
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
-from gradcomp.reducer.autograd import not_compiled
+from gradcomp.reducer.core import MIB
 
 from .module import (
     check_hook,
@@ -91,6 +100,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ):
         super().__init__()
         Joinable.__init__(self)
+        check_wrapper(self)
         refuse(
             mixed_precision=mixed_precision,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
@@ -107,7 +117,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = group_of(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh  # as in torch, which has no such attribute without a mesh
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = ignored_in(module)
         named = dict(named_parameters(module, self.parameters_to_ignore))
         self.device_ids = check_module(module, named, device_ids, output_device)
         self.output_device = self.device_ids[0] if self.device_ids else None
@@ -138,7 +148,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Any) -> None:
         """Name the parameters and buffers that wrappers, torch's too, must leave alone."""
-        TorchsDDP._set_params_and_buffers_to_ignore_for_model(module, names)
+        ignore_for_model(module, names)
 
     def _make_reducer(self, verify: bool) -> None:
         caps = () if self.bucket_cap_mb is None else ("bucket_cap_mb", "first_bucket_cap_mb")
@@ -157,8 +167,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         # A compiled graph is one node of autograd: all its gradients come when its backward ends. So
         # torch.compile cuts graphs where a bucket is full (torch._dynamo.backends.distributed.DDPOptimizer),
         # in the forward of the wrapper that TorchsDDP names. The first graph's cap is torch's for the first
-        # bucket, and may not be larger than the others'.
-        cap_bytes = max(int(self.reducer.communicator.caps_bytes[1]), dist._DEFAULT_FIRST_BUCKET_BYTES)
+        # bucket, 1 MiB, and may not be larger than the others'.
+        cap_bytes = max(int(self.reducer.communicator.caps_bytes[1]), MIB)
         self._compilers_view = SimpleNamespace(bucket_bytes_cap=cap_bytes)
         self._broadcast_buffers = RepeatedBroadcast()
         self._compared_buffers: list[str] = []
@@ -186,13 +196,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._before_forward(inputs, kwargs)
-            holder: Any = TorchsDDP
-            before = getattr(holder, "_active_ddp_module", None)  # of a wrapper around this one
-            holder._active_ddp_module = self._compilers_view
+            before = getattr(TorchsDDP, ACTIVE_DDP, None)  # of a wrapper around this one
+            setattr(TorchsDDP, ACTIVE_DDP, self._compilers_view)
             try:
                 outputs = self.module(*inputs, **kwargs)
             finally:
-                holder._active_ddp_module = before
+                setattr(TorchsDDP, ACTIVE_DDP, before)
             return self._after_forward(outputs)
 
     @not_compiled
@@ -300,7 +309,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             src = _highest_rank(self, has_input) if self._join_config.enable else 0
             # A forward before this one may still need them for its backward.
             counted = tuple([buffer for buffer in buffers if not buffer.is_inference()])
-            with torch.autograd._unsafe_preserve_version_counter(counted):  # type: ignore[attr-defined]
+            with preserve_version_counter(counted):
                 self._broadcast_buffers(buffers, src, self.process_group, self._compare_buffers)
 
     # --- uneven inputs ---
@@ -389,13 +398,7 @@ class _WrappersReducer(Reducer):
         if watch.num_hooks != RemovableHandle.next_id:
             watch.look()
         watched = [self._params[index] for index in watch.handles]
-        self._stepping = [param for param in watched if hasattr(param, "_in_backward_optimizers")]
-        if self._stepping:
-            from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
-
-            for param in self._stepping:
-                for handle in param_to_optim_hook_handle_map.get(param, ()):
-                    handle.remove()
+        self._stepping = [param for param in watched if optimizers_in_backward(param, detaches=True)]
 
     def _after_backward(self, is_averaged: bool) -> None:
         ddp = self._ddp()
@@ -412,7 +415,7 @@ class _WrappersReducer(Reducer):
             self._sharing.require_averaged(found, named_parameters(ddp.module, self._ignored))  # type: ignore[union-attr]
         if is_averaged:
             for param in self._stepping:
-                for optimizer in param._in_backward_optimizers:  # type: ignore[attr-defined]
+                for optimizer in optimizers_in_backward(param):
                     optimizer.step()
                 param.grad = None
 

@@ -12,6 +12,7 @@ from torch import nn
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import first_of, require_all_ranks, require_same_on_all_ranks
 from gradcomp.comm.process_group import require_group
+from gradcomp.comm.torch_private import tree_flatten, tree_unflatten
 from gradcomp.reducer.bucket import require_callable
 from gradcomp.reducer.parameters import require_plain
 
@@ -232,8 +233,6 @@ class _Sink(torch.autograd.Function):
 
 def through_sink(outputs: Any) -> Any:
     """Return copies of the outputs: a backward from any one reaches the parameters of all."""
-    from torch.utils._pytree import tree_flatten, tree_unflatten  # private: here, only this needs it
-
     leaves, structure = tree_flatten(outputs)
     positions = [
         i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,33 +16,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.consistency import first_of
+from gradcomp.comm.torch_private import (
+    current_graph_task_id,
+    has_hooks_in_backward,
+    is_in_compiled_backward,
+    not_compiled,
+    queue_callback,
+)
 
-# Private names, which a later torch may move: importing gradcomp must work without each.
-try:
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-except ImportError as error:
-    set_code_exec_strategy = None  # type: ignore[assignment]
-    text = "importing gradcomp takes seconds longer, because torch has other private names: %s"
-    logging.getLogger(__name__).warning(text, error)
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 Owner = TypeVar("Owner")
-
-
-def not_compiled(function: Function, *, recursive: bool = True) -> Function:
-    """Make torch.compile leave this function alone, and with recursive the functions that it calls, too.
-
-    torch.compiler.disable(recursive=...) does this, but its imports take seconds. It is used only where torch
-    has other private names.
-    """
-    if set_code_exec_strategy is None:
-        disabled: Function = torch.compiler.disable(function, recursive=recursive)
-        return disabled
-    within = _FrameAction.SKIP if recursive else _FrameAction.DEFAULT
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, within))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
-
 
 # Types whose attributes hold no tensors of a forward: modules hold parameters there.
 _CODE: tuple[type, ...] = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -202,10 +182,9 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
 
     Raises RuntimeError in a compiled backward, which would not call the function.
     """
-    task = torch._C._current_graph_task_id()
+    task = current_graph_task_id()
     if task not in tasks:
-        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        if getattr(compiled, "in_compiled_autograd_region", False):
+        if is_in_compiled_backward():
             raise RuntimeError(
                 "compiled autograd (torch._dynamo.config.compiled_autograd) runs this backward, and does not "
                 "tell a Reducer when it ends. Set torch._dynamo.config.compiled_autograd = False, or call "
@@ -215,7 +194,7 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
                 "fp16_compress_hook and bf16_compress_hook of gradcomp run"
             )
         tasks.add(task)
-        torch.autograd.Variable._execution_engine.queue_callback(function)
+        queue_callback(function)
 
 
 class StepsInBackward:
@@ -241,8 +220,7 @@ class StepsInBackward:
     def look(self) -> None:
         """Watch the parameters that have got hooks since the last call."""
         for index, param in enumerate(self._params):
-            has_hooks = param._post_accumulate_grad_hooks or "_in_backward_optimizers" in param.__dict__
-            if has_hooks and index not in self.handles:
+            if index not in self.handles and has_hooks_in_backward(param):
                 hook = partial(self._record, weakref.ref(self), index)  # weakly: the watcher holds the node
                 self.handles[index] = self._nodes[index].register_prehook(hook)
         self.num_hooks = RemovableHandle.next_id
@@ -254,14 +232,14 @@ class StepsInBackward:
         self = watcher()
         if self is None or gradients[0] is None:
             return
-        if (task := torch._C._current_graph_task_id()) != self._task:
+        if (task := current_graph_task_id()) != self._task:
             self._task = task
             self.versions_before.clear()
         self.versions_before[index] = self._params[index]._version
 
     def require_none(self) -> None:
         """Raise RuntimeError if the backward that ends has changed parameters or taken their gradients."""
-        if self._task != torch._C._current_graph_task_id():
+        if self._task != current_graph_task_id():
             return
         before, self.versions_before = self.versions_before, {}
         params = {index: self._params[index] for index in before}

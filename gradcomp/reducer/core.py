@@ -26,14 +26,9 @@ from gradcomp.comm.bucket import Hook, Hooked
 from gradcomp.comm.exchange import has_delay
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.streams import require_no_capture
+from gradcomp.comm.torch_private import current_autograd_node, not_compiled
 
-from .autograd import (
-    AccumulateGradHooks,
-    StepsInBackward,
-    call_at_end_of_backward,
-    call_when_backward_starts,
-    not_compiled,
-)
+from .autograd import AccumulateGradHooks, StepsInBackward, call_at_end_of_backward, call_when_backward_starts
 from .bucket import BucketCommunicator
 from .parameters import Agreement, Sharing, agree_on_order, named_parameters
 from .step import FindUnused, StaticGraph, Step, Usage
@@ -261,7 +256,7 @@ class Reducer:
         """End a backward: if the step is over, wait for the averages, and write them to the gradients."""
         with self._lock:
             step, is_averaged = self._step, False
-            is_inner = torch._C._current_autograd_node() is not None  # within another backward
+            is_inner = current_autograd_node() is not None  # within another backward
             try:
                 if self._steps_in_backward.versions_before:
                     self._steps_in_backward.require_none()

@@ -1,9 +1,5 @@
 """Test torch.compile around the wrapper, within it, and around a function that calls it."""
 
-import importlib
-import logging
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -128,39 +124,6 @@ def test_the_first_bucket_leaves_before_four_tenths_of_backward(run_ranks):
     orders = ["eager", "compile(ddp)", "ddp(compile)", "compile(step)"]
     (parts,) = run_ranks(run_cases, 1, products_before_first_bucket, [(order,) for order in orders])
     assert dict(zip(orders, parts, strict=True)) == pytest.approx(dict.fromkeys(orders, 0.2), abs=0.2)
-
-
-PRIVATE_NAMES = (
-    "torch._C._current_graph_task_id",
-    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
-    "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
-    "torch.utils._pytree.tree_flatten",
-)
-
-
-def said_without(rank, name):
-    """Import gradcomp without one of torch's names, and use it; return warnings and an error."""
-    said = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(name)
-        patch.setattr(logging.Logger, "warning", lambda _, text, *values: said.append(text % values))
-        for module in [each for each in sys.modules if each.partition(".")[0] == "gradcomp"]:
-            patch.delitem(sys.modules, module)
-        wrapper = importlib.import_module("gradcomp").DistributedDataParallel
-        model = nn.Linear(2, 2)
-        ddp = wrapper(model, find_unused_parameters=True)
-        try:
-            ddp(torch.ones(1, 2)).sum().backward()
-            wrapper._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
-        except (AttributeError, ImportError) as error:
-            said.append(str(error))
-    return said
-
-
-def test_gradcomp_is_imported_without_torchs_private_names_and_says_what_is_lost(run_ranks):
-    (results,) = run_ranks(run_cases, 1, said_without, [(name,) for name in PRIVATE_NAMES])
-    for name, (message,) in zip(PRIVATE_NAMES, results, strict=True):
-        assert name.rpartition(".")[2] in message
 
 
 def in_compiled_autograd(rank, kind, hook, state_of, optimize_ddp, options):
