@@ -54,7 +54,7 @@ _Tensors = Mapping[int, Sequence[Tensor]]
 
 @dataclass(eq=False, repr=False)
 class SimulatedWork(dist.Work):
-    """A collective that a rank issued, and its handle. The call is done when all members have issued it.
+    """A collective that a rank issued: its tensors, and the handle that torch returns.
 
     place: the collective's position in its group's sequence, for messages.
     site: the line that issued it.
@@ -65,6 +65,7 @@ class SimulatedWork(dist.Work):
     value: the future's value.
     op: the name of the reduction that fills `value`; "" for none.
     is_undefined: whether `value` is undefined afterwards.
+    done: whether it has been carried out.
     """
 
     simulation: Simulation
