@@ -27,7 +27,7 @@ from gradcomp.testing.workload import RecordedWorkload, Workload
 
 PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
 PHASES = (Phase.generate, Phase.shrink)
-REPEATED = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet, phases=PHASES)
+REPEATED: Any = {"derandomize": True, "database": None, "deadline": None, "verbosity": Verbosity.quiet}
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
     "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
@@ -232,7 +232,8 @@ class _Search:
     def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
         """Try drawn workloads. If one fails, find the smallest that does."""
         try:
-            find(strategy, self.fails, settings=settings(REPEATED, max_examples=max_examples))
+            limits = settings(max_examples=max_examples, phases=PHASES, **REPEATED)
+            find(strategy, self.fails, settings=limits)
         except NoSuchExample:
             pass
         except Flaky:  # it fails on this workload, but not every time
