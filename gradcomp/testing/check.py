@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from textwrap import shorten
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from hypothesis import Phase, Verbosity, find, settings
@@ -19,16 +19,15 @@ from hypothesis.strategies import SearchStrategy
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import properties
 from gradcomp.testing.claims import PROBED_STEPS, Claims
-from gradcomp.testing.program import copyable_test, drawn_anew, is_importable
 from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject
 from gradcomp.testing.ranks import RankError, start_processes
-from gradcomp.testing.run import MakeState, Ranks
+from gradcomp.testing.run import MakeState, Place, Ranks
 from gradcomp.testing.strategies import WORLD_SIZES, Drawn
-from gradcomp.testing.workload import Workload
+from gradcomp.testing.workload import RecordedWorkload, Workload
 
 PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
 PHASES = (Phase.generate, Phase.shrink)
-REPEATED = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet, phases=PHASES)
+REPEATED: Any = {"derandomize": True, "database": None, "deadline": None, "verbosity": Verbosity.quiet}
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
     "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
@@ -200,21 +199,6 @@ def _report(
     return report
 
 
-def _test(subject: Subject, failed: Property, workload: Workload) -> str:
-    """Write a test for a failure that plain gradients show, too; "" if they don't."""
-    if not (failed.copyable and is_importable(subject.hook, subject.make_state)):
-        return ""
-    for draw, drawn in drawn_anew(workload):
-        try:
-            failed.measured(subject, drawn)
-        except PropertyFailure as failure:
-            if failure.place is not None:
-                return copyable_test(subject.hook, subject.make_state, drawn, draw, failure.place)
-        except RankError:
-            pass
-    return ""
-
-
 def _report_without_claims(subject: Subject, drawn: Drawn, max_examples: int, error: RankError) -> Report:
     """Report on a hook that raises `error` in the probe: check `completes` only, or raise `error`."""
     completes = PROPERTIES[0]
@@ -248,7 +232,8 @@ class _Search:
     def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
         """Try drawn workloads. If one fails, find the smallest that does."""
         try:
-            find(strategy, self.fails, settings=settings(REPEATED, max_examples=max_examples))
+            limits = settings(max_examples=max_examples, phases=PHASES, **REPEATED)
+            find(strategy, self.fails, settings=limits)
         except NoSuchExample:
             pass
         except Flaky:  # it fails on this workload, but not every time
@@ -300,3 +285,108 @@ def _show(progress: str) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1  # no line may wrap
         print(f"{progress[:width]:<{width}}", end="\r", file=sys.stderr, flush=True)
+
+
+# ---- a test that shows a failure without gradcomp.testing, in real processes on gloo
+
+TEST = """\
+import torch, torch.distributed as dist
+{imports}
+
+def check(rank, total=0.0):
+    dist.init_process_group("gloo", "tcp://127.0.0.1:29513", rank=rank, world_size={world_size})
+    state = {state}
+{average}
+        total += gradients[{index}].flatten()[{element}].item(){chosen}
+    assert rank != {rank} or abs(total - {expected!r}) < {allowed:.2g}, total
+
+def test_{hook}(): torch.multiprocessing.spawn(check, nprocs={world_size})"""
+AVERAGE = """\
+    for step in range({num_steps}):
+        gradients = [{draw} for p in map(torch.zeros, {shapes})]
+        gradcomp.average_(gradients, {hook}, state)"""
+# Two backward passes, of half the gradients each, need a model.
+ACCUMULATED = """\
+    model = torch.nn.Sequential(torch.nn.ParameterList(torch.zeros(s, dtype={dtype}) for s in {shapes}))
+    model.forward = lambda: list(model[0])
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp.register_comm_hook(state, {hook})
+    for step in range({num_steps}):
+        halves = [{draw} / 2 for p in model[0]]
+        ddp.zero_grad()
+        with ddp.no_sync(): torch.autograd.backward(ddp(), halves)
+        torch.autograd.backward(ddp(), halves)
+        gradients = [p.grad for p in model[0]]"""
+# A parameter's gradient in a step on a rank, without ties and with them.
+DRAWS = tuple(
+    f"((torch.arange(p.numel()).double() + 7 * rank) ** 2 + step).cos(){rounded}.view_as(p)"
+    for rounded in ("", ".pow(3).round()")
+)
+
+
+def _test(subject: Subject, failed: Property, workload: Workload) -> str:
+    """Write a test for a failure that gradients show which a test can draw, too; "" if they don't.
+
+    Only for a workload of one bucket, as DDP forms others by its own rules, and for a hook and a maker of its
+    state that can be imported by name.
+    """
+    named = [each for each in (subject.hook, subject.make_state) if each is not None]
+    is_importable = all("<" not in getattr(each, "__qualname__", "<") for each in named)
+    if not (failed.copyable and is_importable and len(workload.buckets) == 1):
+        return ""
+    for draw in (f"{each}.to({workload.dtype})" for each in DRAWS):
+        drawn = _redrawn(workload, draw)
+        try:
+            failed.measured(subject, drawn)
+        except PropertyFailure as failure:
+            if failure.place is not None:
+                return _copyable_test(named, drawn, draw, failure.place)
+        except RankError:
+            pass
+    return ""
+
+
+def _redrawn(workload: Workload, draw: str) -> Workload:
+    """Return the workload with the gradients of an expression of a parameter p, a step and a rank."""
+    like = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in workload.shapes]
+    drawn = [
+        [
+            [eval(draw, {"torch": torch, "p": p, "rank": rank, "step": step}) for p in like]
+            for rank in range(workload.world_size)
+        ]
+        for step in range(max(2, workload.steps))
+    ]
+    kept = {name: getattr(workload, name) for name in ("zero_steps", "accumulated", "device")}
+    return replace(RecordedWorkload.of(drawn, workload.buckets), noise=1.0, **kept)
+
+
+def _copyable_test(named: Sequence[Any], workload: Workload, draw: str, place: Place) -> str:
+    """Return the text of a test that fails: the sum of averages at a place differs from the expected one.
+
+    Half of the difference is allowed. named: the hook, and the maker of its state if there is one.
+    """
+    num_steps, shapes = place.steps.stop, list(workload.shapes)
+    if place.period:
+        draw = draw.replace("step", f"step % {place.period}")
+    elif workload.zero_steps:
+        draw += f" * (step < {workload.steps})"
+    hook, *of_state = (each.__qualname__ for each in named)
+    imports = [f"from {each.__module__} import {each.__qualname__}" for each in named]
+    if not workload.accumulated:
+        imports.insert(0, "import gradcomp")
+    average = (ACCUMULATED if workload.accumulated else AVERAGE).format(
+        dtype=workload.dtype, shapes=shapes, hook=hook, num_steps=num_steps, draw=draw
+    )
+    return TEST.format(
+        imports="\n".join(imports),
+        world_size=workload.world_size,
+        state="".join(f"{name}(dist.group.WORLD)" for name in of_state) or "dist.group.WORLD",
+        hook=hook,
+        average=average,
+        index=place.index,
+        element=place.element,
+        chosen="" if place.steps == range(num_steps) else f" * (step in {place.steps})",
+        rank=place.rank,
+        expected=place.expected,
+        allowed=abs(place.got - place.expected) / 2,
+    )

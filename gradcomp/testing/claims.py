@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
@@ -146,11 +146,10 @@ class Claims:
             return self.tolerance
         return max(self.tolerance, self.exact(dtype), key=attrgetter("relative"))
 
-    def underflow(self, workload: Workload, *indices: int) -> float:
-        """Return a bound of the norm of these tensors' errors through underflow; see Tolerance.rounding."""
-        numels = (workload.numel(index) for index in indices)
+    def underflow(self, workload: Workload, index: int) -> float:
+        """Return a bound of the norm of a tensor's errors through underflow; see Tolerance.rounding."""
         absolute = self.exact(workload.dtype).absolute
-        return 2 * workload.world_size * absolute * sum(map(math.sqrt, numels))
+        return 2 * workload.world_size * absolute * math.sqrt(workload.numel(index))
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return the largest mean |gradient| for which outputs must be finite in a bucket of this dtype."""
@@ -245,14 +244,8 @@ def _declared(hook: Hook, state: Any) -> tuple[dict[str, Any], ErrorsOf | None]:
         return state.claims(options), CompressorState.errors_of_buckets
     if not hasattr(state, "q_memory_dict"):
         return {}, _TORCHS_ERRORS if hasattr(state, "error_dict") else None
-    options = PowerSGDOptions(
-        state.matrix_approximation_rank,
-        state.min_compression_rate,
-        state.use_error_feedback,
-        state.warm_start,
-        state.orthogonalization_epsilon,
-        square=is_square,
-    )
+    names = [each.name for each in fields(PowerSGDOptions) if hasattr(state, each.name)]  # torch's names, too
+    options = PowerSGDOptions(**{name: getattr(state, name) for name in names}, square=is_square)
     # torch's hook squares factors in their own dtype.
     claims = {**PowerSGDCompressor.claims(options), "max_magnitude": LARGEST_OF_LOSSY}
     return claims, _TORCHS_ERRORS
@@ -262,7 +255,8 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
     """Infer claims from a run of the probe. start: the step in which the state says that it compresses."""
     kept = max(run.state_numels[-1]) // run.workload.numel(0)
     keeps_errors = kept > 0
-    wrapped = _wrapped_in(hook)
+    wrappers = {"bf16_compress_wrapper": torch.bfloat16, "fp16_compress_wrapper": torch.float16}
+    wrapped = next((dtype for name, dtype in wrappers.items() if name in _names(hook)), torch.float64)
     plain = (torch.float32, torch.float16, torch.bfloat16)
     fits = [
         next((dtype for dtype in plain if _fits(run, step, Tolerance.rounding(dtype))), None)
@@ -330,13 +324,6 @@ def _density(run: Run, start: int) -> float:
     """Return the mean fraction of nonzero averages, divided by W: ranks may send different elements."""
     sent = [float((each.average != 0).double().mean()) for each in run.each_output(start) if not each.index]
     return max(sum(sent) / max(1, len(sent)) / run.workload.world_size, 1e-3)
-
-
-def _wrapped_in(hook: Any) -> torch.dtype:
-    """Return the dtype to which a wrapper rounds a hook's gradients; float64 without a wrapper."""
-    if "bf16_compress_wrapper" in _names(hook):
-        return torch.bfloat16
-    return torch.float16 if "fp16_compress_wrapper" in _names(hook) else torch.float64
 
 
 def _names(hook: Any) -> str:

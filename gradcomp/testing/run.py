@@ -23,8 +23,6 @@ from gradcomp.testing.workload import Workload
 MakeState = Callable[[dist.ProcessGroup], Any] | None
 ErrorsOf = Callable[[Any], Mapping[int, Tensor]]
 Ranks = Literal["simulated", "gloo"]
-# One step of one rank, in the order of Run's fields.
-_Step = tuple[list[Tensor], list[Tensor], int, int, int, tuple[float, float]]
 
 
 class CheckpointError(RuntimeError):
@@ -139,8 +137,9 @@ def run_hook(
         by_rank = run_ranks(_steps, world_size * workload.groups, *arguments, ranks=ranks, schedule=schedule)
     finally:
         random.setstate(before)
-    per_step = [list(zip(*of_ranks, strict=True)) for of_ranks in zip(*by_rank[:world_size], strict=True)]
-    return Run(workload, *([list(step[part]) for step in per_step] for part in range(6)))
+    by_step = list(zip(*by_rank[:world_size], strict=True))
+    parts = {name: [[each[name] for each in step] for step in by_step] for name in by_step[0][0]}
+    return Run(workload, **parts)
 
 
 @silenced()
@@ -154,8 +153,8 @@ def _steps(
     safe_checkpoint: bool,
     errors_of: ErrorsOf | None,
     seed: int,
-) -> list[_Step]:
-    """Run all steps on one rank."""
+) -> list[dict[str, Any]]:
+    """Run all steps on one rank, and return each step's parts of a Run."""
     torch.default_generator.manual_seed(seed + rank)
     random.seed(seed + rank)
     group_index, rank = divmod(rank, workload.world_size)
@@ -167,7 +166,7 @@ def _steps(
     state = process_group if make_state is None else make_state(process_group)
     zeros = [torch.zeros(shape, dtype=workload.dtype, device=workload.device) for shape in workload.shapes]
     parameters = [torch.nn.Parameter(zero) for zero in zeros]
-    steps: list[_Step] = []
+    steps = []
     for step in range(workload.num_steps):
         buckets = workload.buckets_in(step)
         if step == 0 or buckets != workload.buckets_in(step - 1):
@@ -193,13 +192,15 @@ def _steps(
         errors = errors_of(state) if errors_of else {}
         errors_by_bucket = [errors.get(i, torch.zeros_like(buffer)) for i, buffer in enumerate(buffers)]
         kept = [(tensor, tensor.untyped_storage().nbytes()) for tensor in tensors_in(state)]
-        outputs = _by_index(workload, buckets, averages)
-        kept_errors = _by_index(workload, buckets, errors_by_bucket) if errors_of else []
-        num_bytes = sum(size for _, size in kept)
-        numel = sum(size // tensor.itemsize for tensor, size in kept if tensor.is_floating_point())
-        sent_bytes = getattr(process_group, "sent_bytes", 0) - sent_before
-        drawn = float(torch.rand((), dtype=torch.float32, device="cpu")), random.random()
-        steps.append((outputs, kept_errors, num_bytes, numel, sent_bytes, drawn))
+        parts = {
+            "outputs": _by_index(workload, buckets, averages),
+            "errors": _by_index(workload, buckets, errors_by_bucket) if errors_of else [],
+            "state_bytes": sum(size for _, size in kept),
+            "state_numels": sum(size // each.itemsize for each, size in kept if each.is_floating_point()),
+            "wire_bytes": getattr(process_group, "sent_bytes", 0) - sent_before,
+            "random_numbers": (float(torch.rand((), dtype=torch.float32, device="cpu")), random.random()),
+        }
+        steps.append(parts)
     return steps
 
 

@@ -50,6 +50,7 @@ LISTED: dict[str, tuple[tuple[tuple[Shape, ...], ...], int, dict[str, Any]]] = {
     "four": (FEW, 3, {"accumulated": True, "world": 2, "other": 1}),
     "five": (FEW, 3, {"world": 3}),
     "groups": (FEW, 3, {"groups": 2}),
+    "probed": ((PROBE.shapes,), PROBE.steps, {"drift": PROBE.drift, "seed": PROBE.seed}),
     "twins": ((((9, 8), (7,)), ((9, 8), (7,))), 3, {"drift": 1.0}),
 }
 # The most steps without gradients, and those before each element is expected to come out.
@@ -199,9 +200,6 @@ class Drawn:
             lambda workload: len(workload.buckets) > 1 < workload.steps
         )
 
-    def small(self) -> SearchStrategy[Workload]:
-        return self.any(max_numel=64, num_tensors=(1, 2), noises=(0.1, 1.0))
-
     def flushed(self) -> SearchStrategy[Workload]:
         """Draw workloads that end with enough zero gradients for each element to come out."""
         options: dict[str, Any] = {"rearranged": st.booleans(), "accumulated": st.booleans()}
@@ -212,10 +210,6 @@ class Drawn:
         numel = max(workload.numel(*indices) for indices in workload.buckets)
         zero_steps = SETTLING_STEPS + self.claims.steps_until_sent(numel)
         return replace(workload, zero_steps=min(zero_steps, MOST_ZERO_STEPS))
-
-    def probed(self) -> Workload:
-        """Return the workload from which claims are inferred."""
-        return self._listed(PROBE.shapes, steps=PROBE.steps, drift=PROBE.drift, seed=PROBE.seed)
 
     def listed(self, *names: str, **options: Any) -> Iterator[Workload]:
         """List these workloads of LISTED, with other options."""

@@ -150,10 +150,9 @@ class Workload:
             yield replace(self, steps=(self.steps + 1) // 2)
             yield replace(self, steps=self.steps - 1)
 
-    def norm(self, step: int, *indices: int) -> float:
-        """Compute an upper bound of the largest ‖gradient‖ of these tensors together on any rank."""
-        stacked = self.stacked(step)
-        return math.hypot(*(float(stacked[index].flatten(1).norm(dim=1).max()) for index in indices))
+    def norm(self, step: int, index: int) -> float:
+        """Compute the largest ‖gradient‖ of a tensor on any rank."""
+        return float(self.stacked(step)[index].flatten(1).norm(dim=1).max())
 
     def largest(self, step: int, *indices: int) -> float:
         """Find the largest |element| of these tensors on any rank."""

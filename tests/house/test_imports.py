@@ -87,7 +87,7 @@ def test_every_depth_is_looked_at():
         "gradcomp.ops",
         "gradcomp.hooks.__init__",
         "gradcomp.kernels.flatten",
-        "gradcomp.testing.ranks.scheduler",
+        "gradcomp.testing.ranks.simulation",
     }
 
 

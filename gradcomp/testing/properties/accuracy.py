@@ -236,8 +236,7 @@ class BucketSteps:
     """The means, outputs and held-back errors of a bucket on a rank, from the first compressed step on.
 
     name: rank, bucket and tensors, for messages.
-    indices, numels: the bucket's tensors, and their numbers of elements.
-    steps: the steps from the first compressed one on.
+    indices: the bucket's tensors.
     means: [step, element], the ranks' mean gradients.
     outputs: [step, element], the hook's averages on this rank.
     held: [steps + 1, element]; held[i] is Σ means − Σ outputs before step i, held[-1] after the last step.
@@ -249,8 +248,6 @@ class BucketSteps:
     name: str
     rank: int
     indices: tuple[int, ...]
-    numels: list[int]
-    steps: range
     means: Tensor
     outputs: Tensor
     held: Tensor
@@ -266,7 +263,6 @@ class BucketSteps:
         for bucket, indices in enumerate(workload.buckets):
             means = torch.stack([flat(workload.mean(step)[index] for index in indices) for step in steps])
             sizes = [workload.largest(step, *indices) for step in steps]
-            numels = [workload.numel(index) for index in indices]
             for rank in range(workload.world_size):
                 outputs = torch.stack([flat(run.outputs[step][rank][i] for i in indices) for step in steps])
                 missing = means - outputs
@@ -278,15 +274,10 @@ class BucketSteps:
                 ]
                 rounding = [0.0, *accumulate(lost)]
                 name = f"rank {rank}, bucket {bucket} with tensors {list(indices)}"
-                yield cls(name, rank, indices, numels, steps, means, outputs, held, rounding)
-
-    def tensor_at(self, element: int) -> tuple[int, int]:
-        """Return the tensor that holds an element of the bucket, and the element's place in it."""
-        position, place = _place_in(self.numels, element)
-        return self.indices[position], place
+                yield cls(name, rank, indices, means, outputs, held, rounding)
 
 
-def _place_in(numels: Iterable[int], element: int) -> tuple[int, int]:
+def place_in(numels: Iterable[int], element: int) -> tuple[int, int]:
     """Return which of the joined tensors holds an element, and the element's place in it."""
     starts = [0, *accumulate(numels)]
     position = bisect(starts, element) - 1
@@ -299,8 +290,8 @@ NUM_STEPS, NUM_ELEMENTS = 512, 1 << 22
 
 @property_of(
     "unbiased",
-    workloads=lambda drawn: [drawn.small()],
-    listed=lambda drawn: [drawn.probed(), *drawn.listed("ties", "four", "five", "long", "large")],
+    workloads=lambda drawn: [drawn.any(max_numel=64, num_tensors=(1, 2), noises=(0.1, 1.0))],
+    listed=lambda drawn: drawn.listed("probed", "ties", "four", "five", "long", "large"),
     fraction=0.3,
     copyable=True,
     measure="t ≤",
@@ -351,7 +342,7 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     if t > limit:
         average = mean + draws.mean(0) * unit
         worst = int(draws.mean(0).abs().argmax())
-        position, element = _place_in(map(torch.numel, means), worst)
+        position, element = place_in(map(torch.numel, means), worst)
         turn, index = divmod(position, len(workload.shapes))
         expected, got = (float(each[worst]) * num_steps / 2 for each in (mean, average))
         where = f"the {('first', 'second')[turn]} one, {workload.where(index)}, element {element}"

@@ -12,7 +12,7 @@ from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import Place
 from gradcomp.testing.workload import Workload
 
-from .accuracy import ROUNDINGS_OF_A_STEP, BucketSteps
+from .accuracy import ROUNDINGS_OF_A_STEP, BucketSteps, place_in
 from .subject import PropertyFailure, Subject, property_of, require_close_in_norm, require_same_outputs
 
 # The bytes that a state may hold for each tensor and each bucket, whatever the size of the gradients.
@@ -98,7 +98,9 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
             if stuck.any():
                 worst = int(torch.where(stuck, held.abs(), 0).argmax())
                 expected, got = (float(each[:, worst].sum()) for each in (bucket.means, bucket.outputs))
-                place = Place(bucket.rank, bucket.steps, *bucket.tensor_at(worst), expected, got)
+                position, element = place_in(map(workload.numel, bucket.indices), worst)
+                steps = range(claims.start, workload.num_steps)
+                place = Place(bucket.rank, steps, bucket.indices[position], element, expected, got)
                 raise PropertyFailure(
                     f"step {workload.num_steps - 1}, {bucket.name}, element {worst} of the bucket: expected "
                     f"Σ outputs = Σ mean gradients = {expected:.6g}, off by at most {rounding:.3g}; got "

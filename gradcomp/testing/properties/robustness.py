@@ -261,9 +261,8 @@ def bucket_insensitive(subject: Subject, workload: Workload) -> Iterator[float]:
 
     Yields difference / allowed difference.
     """
-    indices = range(len(workload.shapes))
-    each_alone = tuple((index,) for index in reversed(indices))
-    for buckets in ((tuple(indices),), each_alone):
+    each_alone = tuple((index,) for index in reversed(range(len(workload.shapes))))
+    for buckets in (workload.buckets_in_one, each_alone):
         yield from _differences(subject, workload, buckets=buckets)
 
 

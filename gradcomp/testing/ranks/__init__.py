@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from gradcomp.testing.ranks.processes import Pool
-from gradcomp.testing.ranks.scheduler import CollectiveMismatch, RankError
-from gradcomp.testing.ranks.simulation import Simulation
+from gradcomp.testing.ranks.simulation import CollectiveMismatch, RankError, Simulation
 
 __all__ = ["CollectiveMismatch", "RankError", "run_ranks"]
 

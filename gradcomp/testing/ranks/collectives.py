@@ -1,7 +1,8 @@
-"""The process group of simulated ranks. It describes each collective as a Call and issues it.
+"""The process group of simulated ranks, and its collectives.
 
-One Call per rank describes a collective. Rank s's call holds the tensors that s sends to each rank r, and the
-tensors that s fills: with tensors from each rank or, in a reduction, with the reduced value. With W ranks:
+Each rank makes a SimulatedWork of a collective. Rank s's work holds the tensors that s sends to each rank r,
+and the tensors that s fills: with tensors from each rank or, in a reduction, with the reduced value. With W
+ranks:
 
     all_reduce       s sends t to all                  r: t = t_0 + ... + t_(W-1)
     all_gather       s sends t to all                  r: outputs[s] = t_s
@@ -9,8 +10,8 @@ tensors that s fills: with tensors from each rank or, in a reduction, with the r
     all_to_all       s sends inputs[r] to r            r: outputs[s] = inputs_s[r]
     broadcast, reduce, gather, scatter: like these, with one source or one destination
 
-A call accepts and refuses the arguments that gloo accepts and refuses in torch 2.13, and its future has the
-same value. Differences from gloo:
+A collective accepts and refuses the arguments that gloo accepts and refuses in torch 2.13, and its future has
+the same value. Differences from gloo:
 
 - `reduce` sets the tensors of non-root ranks to NaN (integers: 0). gloo leaves partial sums in them.
 - Tensors must be contiguous, as with NCCL. gloo takes others, and computes nonsense for tensors with gaps.
@@ -26,16 +27,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.testing.ranks.scheduler import CallSite
-
 if TYPE_CHECKING:
-    from gradcomp.testing.ranks.simulation import Simulation
+    from gradcomp.testing.ranks.simulation import CallSite, Simulation
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -48,15 +48,16 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BXOR": torch.bitwise_xor,
 }
 
-
 # By rank.
 _Tensors = Mapping[int, Sequence[Tensor]]
 
 
-@dataclass(eq=False)
-class Call:
-    """One rank's call of a collective.
+@dataclass(eq=False, repr=False)
+class SimulatedWork(dist.Work):
+    """A collective that a rank issued: its tensors, and the handle that torch returns.
 
+    place: the collective's position in its group's sequence, for messages.
+    site: the line that issued it.
     name: the collective's name in torch.distributed.
     agreed: by name, the arguments that must be equal on all ranks.
     sends: by destination rank, the tensors to send.
@@ -64,8 +65,13 @@ class Call:
     value: the future's value.
     op: the name of the reduction that fills `value`; "" for none.
     is_undefined: whether `value` is undefined afterwards.
+    done: whether it has been carried out.
     """
 
+    simulation: Simulation
+    rank: int
+    place: str
+    site: CallSite
     name: str
     agreed: dict[str, Any]
     sends: _Tensors = field(default_factory=dict)
@@ -73,13 +79,22 @@ class Call:
     value: Sequence[Tensor] = ()
     op: str = ""
     is_undefined: bool = False
+    done: bool = False
+    future: torch.futures.Future[list[Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
     def __str__(self) -> str:
+        return f"{self.call}, {self.place}"
+
+    @property
+    def call(self) -> str:
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.agreed.items())})"
 
     @property
     def devices(self) -> set[torch.device]:
-        """The devices of the call's CUDA tensors."""
+        """The devices of the collective's CUDA tensors."""
         sent = [t for tensors in self.sends.values() for t in tensors]
         return {t.device for t in (*sent, *self.value) if t.is_cuda}
 
@@ -88,27 +103,9 @@ class Call:
         """The bytes of the tensors to send; a tensor for several ranks counts once."""
         return sum({id(t): t.nbytes for tensors in self.sends.values() for t in tensors}.values())
 
-
-class SimulatedWork(dist.Work):
-    """The handle of a collective that a rank issued.
-
-    place: the collective's position in its group's sequence, for messages.
-    site: the line that issued it.
-    """
-
-    def __init__(self, network: Simulation, rank: int, call: Call, place: str, site: CallSite) -> None:
-        super().__init__()
-        self.rank, self.call, self.place, self.site = rank, call, place, site
-        self.done = False
-        self.future: torch.futures.Future[list[Tensor]] | None = None
-        self._network = network
-
-    def __str__(self) -> str:
-        return f"{self.call}, {self.place}"
-
     def wait(self, timeout: Any = None) -> bool:
         """Wait until every rank has issued the collective and the output tensors are filled."""
-        self._network.wait(self)
+        self.simulation.wait(self)
         return True
 
     synchronize = wait  # torch's returns nothing
@@ -123,12 +120,12 @@ class SimulatedWork(dist.Work):
 
     def result(self) -> list[Tensor]:
         self.wait()
-        return list(self.call.value)
+        return list(self.value)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the list of output tensors. Callbacks run on a new thread, as this rank."""
         if self.future is None:
-            self.future = torch.futures.Future(devices=list(self.call.devices))
+            self.future = torch.futures.Future(devices=list(self.devices))
             if self.done:
                 self.complete()
         return self.future
@@ -136,7 +133,53 @@ class SimulatedWork(dist.Work):
     def complete(self) -> None:
         """Set the future's value, which runs its callbacks."""
         assert self.future is not None
-        self.future.set_result(list(self.call.value))
+        self.future.set_result(list(self.value))
+
+
+def carry_out(works: Sequence[SimulatedWork]) -> None:
+    """Carry out a collective: one work per rank, in rank order, which agree.
+
+    Reductions add up in rank order, in the tensors' dtype. With two ranks they have gloo's bits; with more
+    they are equal to gloo's up to rounding. MIN and MAX ignore a NaN unless it is rank 0's. gloo's ignore a
+    NaN of one rank or another.
+    """
+    devices = set().union(*(work.devices for work in works))
+    for device in devices:  # the order of streams is not simulated
+        torch.cuda.synchronize(device)
+    with torch.no_grad():
+        writes: list[tuple[Tensor, Tensor]] = []
+        totals: dict[tuple[int, ...], Tensor] = {}
+        for rank, work in enumerate(works):
+            for source, outputs in work.receives.items():
+                writes += zip(outputs, works[source].sends[rank], strict=True)
+            if work.op:
+                for output, *terms in zip(work.value, *(peer.sends[rank] for peer in works), strict=True):
+                    key = tuple(map(id, terms))  # an all-reduce has one sum for all ranks
+                    if key not in totals:
+                        total = reduce(REDUCTIONS[work.op], terms)
+                        totals[key] = total / len(terms) if work.op == "AVG" else total.clone()
+                    writes.append((output, totals[key]))
+            for output in work.value if work.is_undefined else ():
+                real = output.is_floating_point() or output.is_complex()
+                writes.append((output, output.new_full((), float("nan") if real else 0)))
+        for output, value in writes:
+            output.detach().copy_(value)  # autograd does not see collectives
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def shape_mismatch(works: Sequence[SimulatedWork]) -> str | None:
+    """Describe the first tensors that have other shapes than their receiver expects; None if all agree.
+
+    The works' names and agreed arguments must be equal already.
+    """
+    for rank, work in enumerate(works):
+        for source, outputs in work.receives.items():
+            sent = [list(t.shape) for t in works[source].sends[rank]]
+            expected = [list(t.shape) for t in outputs]
+            if sent != expected:
+                return f"rank {source} sends {sent} to rank {rank}, which expects {expected}"
+    return None
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
@@ -148,12 +191,12 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     num_issued: the number of collectives that this rank has issued so far.
     """
 
-    def __init__(self, network: Simulation, rank: int, ranks: Sequence[int], index: int) -> None:
+    def __init__(self, simulation: Simulation, rank: int, ranks: Sequence[int], index: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]  # the form for subclasses
         self.ranks = tuple(ranks)
         self.index = index
         self.sent_bytes = self.num_issued = 0
-        self.network = network
+        self.simulation = simulation
 
     def __repr__(self) -> str:
         return f"SimulatedProcessGroup(rank={self.rank()}, ranks={list(self.ranks)})"
@@ -169,10 +212,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return "simulated"
 
     def _issue(self, name: str, alike: list[Tensor], agreed: dict[str, Any], **parts: Any) -> dist.Work:
-        """Issue a call. alike: tensors with an equal dtype and equal shapes on all ranks."""
-        call = Call(name, agreed | _traits(name, alike), **parts)
-        self.sent_bytes += call.sent_bytes
-        return self.network.issue(self, call)
+        """Issue a collective. alike: tensors with an equal dtype and equal shapes on all ranks."""
+        return self.simulation.issue(self, name, agreed | _traits(name, alike), **parts)
 
     def _all(self, tensors: Sequence[Tensor]) -> _Tensors:
         return dict.fromkeys(range(self.size()), tensors)

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from gradcomp.testing.ranks.scheduler import RankError
+from gradcomp.testing.ranks.simulation import RankError
 
 _START_TIMEOUT_S = 120.0
 # After a rank has failed, its peers may wait for it. This is their time to report their own errors.

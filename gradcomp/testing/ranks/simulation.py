@@ -1,15 +1,15 @@
 """Simulated ranks: threads of this process that run one at a time, in an order that a schedule determines.
 
-Whenever a rank issues a collective or waits, the scheduler chooses the next event:
+Whenever a rank issues a collective or waits, the simulation chooses the next event:
 
     a rank continues              if it doesn't wait, or its wait is over
     a collective is carried out   if all its ranks have issued it: its tensors are read and written now
     a future is completed         if its collective was carried out: its callbacks run on a new thread
 
-Schedule 0 runs the second and third kind of event as early as possible, other schedules at random times. So a
-tensor in flight is read and written at some time between issue and completion, as on real backends. Callbacks
-run at some later time. A hook that relies on certain times fails under some schedule. The same schedule
-yields the same bits.
+Schedule 0 chooses the oldest event of the second and third kind; without one, the current rank until it
+waits. Any other schedule is the seed of a random choice among all events. So a tensor in flight is read and
+written at some time between issue and completion, as on real backends. Callbacks run at some later time. A
+hook that relies on certain times fails under some schedule. The same schedule yields the same bits.
 
 A group's collectives are matched in the order in which each rank issues them. If ranks disagree, or all wait,
 the run ends with an error that names the lines.
@@ -22,23 +22,113 @@ waits in Python. Unlike here, no collective is ever in flight between torch's ow
 
 from __future__ import annotations
 
+import ctypes
+import linecache
+import random
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial, reduce
+from functools import cache, partial
 from itertools import count
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gradcomp.testing.ranks import c10d
-from gradcomp.testing.ranks.collectives import REDUCTIONS, Call, SimulatedProcessGroup, SimulatedWork
-from gradcomp.testing.ranks.scheduler import CollectiveMismatch, RankError, Scheduler, Task, call_site, shown
+from gradcomp.testing.ranks.collectives import SimulatedProcessGroup, SimulatedWork, carry_out, shape_mismatch
 
 _one_at_a_time = threading.Lock()  # a simulation exchanges the process's default group
 _first_names = count(1_000_000, 1_000_000)
+
+
+class RankError(AssertionError):
+    """A rank raised, died, or waits for ever. The message has the rank, the line and the traceback."""
+
+
+class CollectiveMismatch(RankError):  # noqa: N818 its name says what went wrong
+    """The ranks disagree on a collective. The message has each rank's call, and the line that made it."""
+
+
+_GRADCOMP, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
+
+# Pairs of a function's code and a line number, innermost first.
+CallSite = tuple[tuple[CodeType, int], ...]
+
+
+@cache
+def _owner(filename: str) -> str:
+    """Classify a file as "user", "library" (gradcomp, torch's hooks), or "plumbing" between them and here."""
+    path = Path(filename)
+    if path.is_relative_to(_GRADCOMP / "testing") or filename == threading.__file__:
+        return "plumbing"
+    if path.is_relative_to(_TORCH):
+        return "library" if path.is_relative_to(_TORCH / "distributed" / "algorithms") else "plumbing"
+    return "library" if path.is_relative_to(_GRADCOMP) else "user"
+
+
+def call_site() -> CallSite:
+    """Find the calling line and, if it is in gradcomp or torch's hooks, the user's line that led to it."""
+    lines: list[tuple[CodeType, int]] = []
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        owner = _owner(frame.f_code.co_filename)
+        if owner == "user" or (owner == "library" and not lines):
+            lines.append((frame.f_code, line))
+        if owner == "user":
+            break
+    return tuple(lines)
+
+
+def shown(site: CallSite) -> str:
+    """Format the call site as text, one line per line of code: file:line, function and source."""
+    return "\n".join(
+        f"    {code.co_filename}:{line} in {code.co_name}: "
+        f"{linecache.getline(code.co_filename, line).strip()}"
+        for code, line in site
+    )
+
+
+class _Stopped(BaseException):
+    """The exception that unwinds a task when the run is over."""
+
+
+class Task(threading.Thread):
+    """A function that runs as one rank on its own thread: the rank's main function, or a callback.
+
+    until: while the task waits, the condition for which it waits.
+    waits_for: the object for which it waits, as messages name it.
+    site: the line at which it waits.
+    result: the function's.
+    """
+
+    def __init__(self, simulation: Simulation, rank: int, function: Callable[[], object]) -> None:
+        super().__init__(name=f"simulated rank {rank}", daemon=True)
+        self._simulation, self._function = simulation, function
+        self.rank = rank
+        self.until: Callable[[], bool] | None = None
+        self.waits_for: object = None
+        self.site: CallSite = ()
+        self.result: object = None
+        self.may_run = threading.Lock()  # the thread that ran before releases it
+        self.may_run.acquire()
+
+    def run(self) -> None:
+        try:
+            self.result = self._function()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            text = f"rank {self.rank} raised {type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+            self._simulation.fail(RankError(text))
+        self._simulation.finish(self)
+
+
+# An event of the second or third kind. The task that it returns, if any, runs next.
+Event = Callable[[], Task | None]
 
 
 class Simulation:
@@ -51,50 +141,69 @@ class Simulation:
         groups = [SimulatedProcessGroup(self, rank, ranks, 0) for rank in ranks]
         self._worlds = [c10d.new_world(group, ranks, next(_first_names)) for group in groups]
         self._identity = c10d.Identity(self._worlds)
+        self._random = random.Random(schedule) if schedule else None
         # Collectives that some members have yet to issue: by group and place in its sequence, then by member.
         self._open: dict[tuple[tuple[int, ...], int, int], dict[int, SimulatedWork]] = {}
-        self._scheduler = Scheduler(schedule, self._identity.become, self._unfinished)
+        self._pending: list[Event] = []
         mains = [partial(function, rank, group, *arguments) for rank, group in enumerate(groups)]
-        self._tasks = [self._scheduler.add(rank, main) for rank, main in enumerate(mains)]
+        self._mains = [Task(self, rank, main) for rank, main in enumerate(mains)]
+        self._tasks = list(self._mains)  # those that haven't ended
+        self._started: list[Task] = []
+        self._running: Task | None = None
+        self._failure: BaseException | None = None
+        self._over = threading.Event()
 
     def run(self, timeout_s: float) -> list[Any]:
-        """Run the ranks to their end, and return their results by rank. Raises RankError."""
+        """Run the ranks to their end, and return their results by rank. Leave no thread behind.
+
+        Raises the error of the first task that failed, or RankError for a deadlock or after timeout_s.
+        """
         with ExitStack() as stack:
             # A rank of another simulation runs this while that simulation holds the lock.
             if not isinstance(threading.current_thread(), Task):
                 stack.enter_context(_one_at_a_time)
             stack.enter_context(self._identity)
-            stack.enter_context(c10d.waiting_by(self._pause_for))
-            self._scheduler.run(timeout_s)
-        return [task.result for task in self._tasks]
+            stack.enter_context(c10d.waiting_by(self._wait_for))
+            try:
+                self._switch_to(self._next())
+                if not self._over.wait(timeout_s):
+                    self.fail(RankError(f"the ranks were not done after {timeout_s} s\n{self._stacks()}"))
+            except BaseException as interrupt:
+                self.fail(interrupt)
+            self._end()
+        if self._failure is not None:
+            raise self._failure
+        return [task.result for task in self._mains]
 
-    def issue(self, group: SimulatedProcessGroup, call: Call) -> SimulatedWork:
+    def issue(self, group: SimulatedProcessGroup, name: str, agreed: Any, **parts: Any) -> SimulatedWork:
         """Issue the running rank's next collective in this group. Other ranks may run before it returns."""
-        task = self._task(call.name)
+        rank = self._task(name).rank
         place = f"collective {group.num_issued} of the group {list(group.ranks)}"
+        work = SimulatedWork(self, rank, place, call_site(), name, agreed, **parts)
         key = (group.ranks, group.index, group.num_issued)
-        group.num_issued += 1
         members = self._open.setdefault(key, {})
-        members[group.rank()] = work = SimulatedWork(self, task.rank, call, place, call_site())
-        first = next(iter(members.values())).call
-        if (first.name, first.agreed) != (call.name, call.agreed):
-            self._fail(f"ranks disagree on {work.place}", members)
+        members[group.rank()] = work
+        group.num_issued += 1
+        group.sent_bytes += work.sent_bytes
+        first = next(iter(members.values()))
+        if (first.name, first.agreed) != (name, agreed):
+            self._mismatch(f"ranks disagree on {place}", members)
         elif len(members) == group.size():
             del self._open[key]
             works = [members[member] for member in range(group.size())]
-            if problem := _shape_mismatch([work.call for work in works]):
-                self._fail(f"{work.place}: {problem}", members)
-            self._scheduler.add_pending(partial(self._carry_out, works))
-        self._scheduler.pause()
+            if problem := shape_mismatch(works):
+                self._mismatch(f"{place}: {problem}", members)
+            self._pending.append(partial(self._carry_out, works))
+        self._pause()
         return work
 
-    def _fail(self, problem: str, members: dict[int, SimulatedWork]) -> None:
-        self._scheduler.fail(CollectiveMismatch("\n".join([problem, *_issuers(members)])))
+    def _mismatch(self, problem: str, members: dict[int, SimulatedWork]) -> None:
+        self.fail(CollectiveMismatch("\n".join([problem, *_issuers(members)])))
 
     def wait(self, work: SimulatedWork) -> None:
         """Let other ranks run until the work is done."""
         self._task("waiting for a collective")
-        self._scheduler.pause(work.is_completed, work)
+        self._pause(work.is_completed, work)
 
     def new_group(self, ranks: Sequence[int]) -> SimulatedProcessGroup:
         """Make the running rank's process group for a new group of these global ranks."""
@@ -104,25 +213,119 @@ class Simulation:
         self._worlds[rank].groups.append(group)
         return group
 
-    def _pause_for(self, future: torch.futures.Future[Any]) -> None:
-        if self._scheduler.running() is not None:
-            self._scheduler.pause(future.done, "a future")
+    def _wait_for(self, future: torch.futures.Future[Any]) -> None:
+        if threading.current_thread() is self._running:
+            self._pause(future.done, "a future")
 
     def _carry_out(self, works: list[SimulatedWork]) -> None:
         try:
-            _transfer([work.call for work in works])
+            carry_out(works)
         except Exception as error:
-            self._scheduler.fail(RankError(f"{works[0]}: {error}"))
+            self.fail(RankError(f"{works[0]}: {error}"))
         for work in works:
             work.done = True
             if work.future is not None:
-                self._scheduler.add_pending(partial(self._scheduler.add, work.rank, work.complete))
+                self._pending.append(partial(self._call_back, work))
+
+    def _call_back(self, work: SimulatedWork) -> Task:
+        self._tasks.append(Task(self, work.rank, work.complete))
+        return self._tasks[-1]
 
     def _task(self, what: str) -> Task:
-        task = self._scheduler.running()
-        if task is None:
+        """Return the running task. Raises RuntimeError if the calling thread isn't it."""
+        task = self._running
+        if task is None or threading.current_thread() is not task:
             raise RuntimeError(f"{what}, on a thread that isn't a simulated rank's: run it with ranks='gloo'")
         return task
+
+    def _pause(self, until: Callable[[], bool] | None = None, waits_for: object = None) -> None:
+        """Let other tasks run. Return when `until()` holds and this task is scheduled again."""
+        task = self._running
+        assert task is not None
+        if until is not None:
+            task.until, task.waits_for, task.site = until, waits_for, call_site()
+        following = self._next(task)
+        if following is not task:
+            self._switch_to(following)
+            task.may_run.acquire()
+        task.until = None
+        if self._failure is not None:
+            raise _Stopped
+
+    def fail(self, failure: BaseException) -> None:
+        """End the run with this failure; an earlier one stands. Every task is unwound where it waits."""
+        if self._failure is None:
+            self._failure = failure
+
+    def finish(self, task: Task) -> None:
+        """Switch from a task that has ended to the next one."""
+        self._tasks.remove(task)
+        self._switch_to(self._next())
+
+    def _next(self, current: Task | None = None) -> Task | None:
+        """Choose the task that runs next; None if all have ended."""
+        while self._failure is None:
+            ready = [task for task in self._tasks if task.until is None or task.until()]
+            options: list[Task | Event] = [*self._pending, *ready]
+            if not options:
+                if not self._tasks and not self._unfinished():
+                    return None
+                self.fail(RankError(self._deadlock()))
+                break
+            chosen = options[0]
+            if self._random is not None:
+                chosen = self._random.choice(options)
+            elif current in ready and not self._pending:
+                return current
+            if isinstance(chosen, Task):
+                return chosen
+            self._pending.remove(chosen)
+            if (task := chosen()) is not None:
+                return task
+        # After a failure, resume the tasks that have begun, one by one, to unwind them.
+        self._tasks = [task for task in self._tasks if task.ident is not None]
+        return current if current in self._tasks else next(iter(self._tasks), None)
+
+    def _switch_to(self, task: Task | None) -> None:
+        self._running = task
+        if task is None:
+            self._over.set()
+            return
+        self._identity.become(task.rank)
+        if task.ident is None:
+            self._started.append(task)
+            task.start()
+        else:
+            task.may_run.release()
+
+    def _end(self) -> None:
+        """End all threads. One that doesn't pause is interrupted.
+
+        Python can't interrupt a thread that is blocked in C++: it stays as a daemon, and so do the others.
+        """
+        if not self._over.wait(1) and self._running is not None:
+            thread = ctypes.c_ulong(self._running.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Stopped))
+            self._over.wait(1)
+        if self._over.is_set():
+            for task in self._started:
+                task.join()
+
+    def _deadlock(self) -> str:
+        waiting = [
+            f"rank {task.rank} waits for {task.waits_for}\n{shown(task.site)}"
+            for task in sorted(self._tasks, key=lambda task: task.rank)
+        ]
+        first = "deadlock: no rank can go on" if waiting else "all ranks have returned, but"
+        return "\n".join([first, *waiting, *self._unfinished()])
+
+    def _stacks(self) -> str:
+        frames = sys._current_frames()
+        return "\n".join(
+            f"rank {task.rank}:\n{''.join(traceback.format_stack(frames[task.ident or 0]))}"
+            for task in list(self._tasks)
+            if task.ident in frames
+        )
 
     def _unfinished(self) -> list[str]:
         lines = []
@@ -134,58 +337,6 @@ class Simulation:
         return lines
 
 
-def _transfer(calls: Sequence[Call]) -> None:
-    """Carry out a collective: one call per rank, in rank order.
-
-    Reductions add up in rank order, in the tensors' dtype. With two ranks they have gloo's bits; with more
-    they are equal to gloo's up to rounding. MIN and MAX ignore a NaN unless it is rank 0's. gloo's ignore a
-    NaN of one rank or another.
-    """
-    devices = set().union(*(call.devices for call in calls))
-    for device in devices:  # the order of streams is not simulated
-        torch.cuda.synchronize(device)
-    with torch.no_grad():
-        writes: list[tuple[Tensor, Tensor]] = []
-        totals: dict[tuple[int, ...], Tensor] = {}
-        for rank, call in enumerate(calls):
-            for source, outputs in call.receives.items():
-                writes += zip(outputs, calls[source].sends[rank], strict=True)
-            if call.op:
-                for output, *terms in zip(call.value, *(peer.sends[rank] for peer in calls), strict=True):
-                    key = tuple(map(id, terms))  # an all-reduce has one sum for all ranks
-                    if key not in totals:
-                        totals[key] = _reduce(call.op, terms)
-                    writes.append((output, totals[key]))
-            for output in call.value if call.is_undefined else ():
-                real = output.is_floating_point() or output.is_complex()
-                writes.append((output, output.new_full((), float("nan") if real else 0)))
-        for output, value in writes:
-            output.detach().copy_(value)  # autograd does not see collectives
-    for device in devices:
-        torch.cuda.synchronize(device)
-
-
-def _shape_mismatch(calls: Sequence[Call]) -> str | None:
-    """Describe the first tensors that have other shapes than their receiver expects; None if all agree.
-
-    The calls' names and agreed arguments must be equal already.
-    """
-    for rank, call in enumerate(calls):
-        for source, outputs in call.receives.items():
-            sent = [list(t.shape) for t in calls[source].sends[rank]]
-            expected = [list(t.shape) for t in outputs]
-            if sent != expected:
-                return f"rank {source} sends {sent} to rank {rank}, which expects {expected}"
-    return None
-
-
-def _reduce(op: str, terms: Sequence[Tensor]) -> Tensor:
-    total = reduce(REDUCTIONS[op], terms)
-    if op == "AVG":
-        return total / len(terms)
-    return total if len(terms) > 1 else total.clone()
-
-
 def _issuers(members: dict[int, SimulatedWork]) -> list[str]:
     return [f"  rank {work.rank}: {work.call}\n{shown(work.site)}" for _, work in sorted(members.items())]
 
@@ -194,7 +345,7 @@ def _new_group(options: Any, _: Any) -> dist.ProcessGroup:
     """Make the running rank's process group, for dist.new_group."""
     world = dist.group.WORLD
     assert isinstance(world, SimulatedProcessGroup)
-    return world.network.new_group(options.global_ranks_in_group)
+    return world.simulation.new_group(options.global_ranks_in_group)
 
 
 dist.Backend.register_backend(c10d.BACKEND, _new_group, extended_api=True, devices=["cpu", "cuda"])
