@@ -1,5 +1,6 @@
 """Choose the device of the tests before any module imports Triton: without a GPU, kernels are interpreted."""
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,25 @@ def run_ranks() -> Callable[..., list[Any]]:
     return ranks.run_ranks
 
 
+@pytest.fixture
+def rank() -> None:
+    """Stand for the rank that a test marked `ranks` or `simulated_ranks` is called with."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test marked `ranks(world_size)` or `simulated_ranks(world_size)` on every rank of a group."""
+    from tests.ranks import run_ranks, simulate  # imports Triton
+
+    for name, run in (("ranks", run_ranks), ("simulated_ranks", simulate)):
+        if marker := pyfuncitem.get_closest_marker(name):
+            _, *others = inspect.signature(pyfuncitem.function).parameters
+            given = [pyfuncitem.funcargs[each] for each in others]
+            run(pyfuncitem.function, *marker.args, *given, **marker.kwargs)
+            return True
+    return None
+
+
 @pytest.fixture(params=["gloo", "nccl"])
 def run_group(
     request: pytest.FixtureRequest, run_ranks: Callable[..., list[Any]]
@@ -62,7 +82,7 @@ def run_group(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that need processes, and those that compute on the GPU if there is one."""
     for item in items:
-        if "run_ranks" in getattr(item, "fixturenames", ()):
+        if "run_ranks" in getattr(item, "fixturenames", ()) or item.get_closest_marker("ranks"):
             item.add_marker("processes")
         if touches_device(item):
             item.add_marker("device")

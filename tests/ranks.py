@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from gradcomp import ops, testing
 from gradcomp.testing import RankError
 from gradcomp.testing.ranks.processes import Pool
 from tests.devices import let_torchs_power_sgd_have_cpu_buckets
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "of_all_ranks", "run_ranks", "simulate"]
 
 TIMEOUT_S = 90
 # Triton reads TRITON_INTERPRET when it is imported, so ranks that interpret fork from another process.
@@ -59,6 +60,19 @@ def run_ranks(
     timeout_s = min(timeout_s, float(os.environ.get("GRADCOMP_RANKS_TIMEOUT_S", "inf")))
     with _forking_from_clean_process(interpret) as context, closing(Pool(context)) as pool:
         return pool.run(_call, world_size, (function, arguments, backend), timeout_s)
+
+
+def simulate(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+    """Call function(rank, *arguments) on simulated ranks in plain torch; return the results, by rank."""
+    with mock.patch.object(ops, "_INTERPRETED", False):  # plain torch, as in a rank that is a process
+        return testing.run_ranks(lambda rank, _, *given: function(rank, *given), world_size, *arguments)
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return a value of every rank, in a test marked `ranks`."""
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 @contextmanager

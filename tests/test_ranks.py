@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError
+from tests.ranks import RankError, of_all_ranks
 
 
 def rank_and_sum(rank):
@@ -65,3 +65,20 @@ def test_a_hang_is_killed_and_its_stack_reported(run_ranks):
     with pytest.raises(RankError, match=r"rank 0 did not finish in time:\n(.*\n)*.*in wait_in_vain"):
         run_ranks(wait_in_vain, 2, timeout_s=4)
     assert time.monotonic() - started < 60, "the time-out did not act"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("given", ["argument"])
+def test_a_marked_test_runs_on_every_rank(rank, given):
+    assert of_all_ranks((rank, given)) == [(0, "argument"), (1, "argument")]
+
+
+@pytest.mark.simulated_ranks(3)
+def test_a_marked_test_runs_on_every_simulated_rank(rank):
+    assert of_all_ranks(rank) == [0, 1, 2]
+
+
+@pytest.mark.xfail(strict=True, raises=RankError)
+@pytest.mark.ranks(2)
+def test_a_marked_test_fails_if_it_fails_on_a_rank(rank):
+    assert rank == 0

@@ -6,16 +6,15 @@ import math
 from contextlib import contextmanager
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from gradcomp import ops, testing
 from gradcomp.comm import exchange
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.kept import directions_in, error_in
+from tests.ranks import simulate as simulate
 
 START = 2
 MODULES = {"gradcomp": powerSGD_hook, "torch": torch_powersgd}
@@ -164,13 +163,6 @@ def step_of_both(rank, options, shapes, steps_before):
         (our_output, error_in(ours), directions_in(ours)),
         (their_output, their_error, theirs.error_dict.get(0)),
     )
-
-
-def simulate(function, world_size, *arguments):
-    """Call function(rank, *arguments) on simulated ranks in plain torch; return the results, by rank."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "_INTERPRETED", False)  # plain torch, as in a rank that is a process
-        return testing.run_ranks(lambda rank, _, *given: function(rank, *given), world_size, *arguments)
 
 
 @contextmanager

@@ -15,57 +15,36 @@ from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_oracle import Bucket
 from tests.hooks.powersgd_runs import Messages
-from tests.ranks import RankError
+from tests.ranks import RankError, of_all_ranks, simulate
 
 PLAIN, BATCHED = powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook
 OPTIONS = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 3}
-# Each case: rank 1's options, hook and shapes in the bucket (not the other ranks'), and the message.
+BF16 = default_hooks.bf16_compress_wrapper(PLAIN)
+# Rank 1's option, hook or shapes in the bucket (not the other ranks'), and the message.
 DIFFERENT = [
-    (
-        {"matrix_approximation_rank": 4},
-        PLAIN,
-        [(6, 4)],
-        "matrix_approximation_rank is 2 on ranks 0, 2 and 4 on rank 1",
-    ),
-    ({"start_powerSGD_iter": 2}, PLAIN, [(6, 4)], "start_powerSGD_iter is 3 on ranks 0, 2 and 2 on rank 1"),
-    (
-        {"min_compression_rate": 1.5},
-        PLAIN,
-        [(6, 4)],
-        "min_compression_rate is 2.0 on ranks 0, 2 and 1.5 on rank 1",
-    ),
-    (
-        {"orthogonalization_epsilon": 1e-8},
-        PLAIN,
-        [(6, 4)],
-        "orthogonalization_epsilon is 0.0 on ranks 0, 2 and 1e-08",
-    ),
-    (
-        {"use_error_feedback": False},
-        PLAIN,
-        [(6, 4)],
-        "use_error_feedback is true on ranks 0, 2 and false on rank 1",
-    ),
-    ({"warm_start": False}, PLAIN, [(6, 4)], "warm_start is true on ranks 0, 2 and false on rank 1"),
-    ({"random_seed": 5}, PLAIN, [(6, 4)], "random_seed is 0 on ranks 0, 2 and 5 on rank 1"),
-    ({}, BATCHED, [(6, 4)], 'hook is "powerSGD_hook" on ranks 0, 2 and "batched_powerSGD_hook" on rank 1'),
-    (
-        {},
-        default_hooks.bf16_compress_wrapper(PLAIN),
-        [(6, 4)],
-        'is "torch.float32" on ranks 0, 2 and "torch.bfloat16"',
-    ),
-    ({}, PLAIN, [(6, 4), (3,)], "the number of shapes in the bucket is 1 on ranks 0, 2 and 2 on rank 1"),
-    ({}, PLAIN, [(8, 3)], "shapes in the bucket[0] is [6, 4] on ranks 0, 2 and [8, 3] on rank 1"),
+    ({"matrix_approximation_rank": 4}, "matrix_approximation_rank is 2 on ranks 0, 2 and 4 on rank 1"),
+    ({"start_powerSGD_iter": 2}, "start_powerSGD_iter is 3 on ranks 0, 2 and 2 on rank 1"),
+    ({"min_compression_rate": 1.5}, "min_compression_rate is 2.0 on ranks 0, 2 and 1.5 on rank 1"),
+    ({"orthogonalization_epsilon": 1e-8}, "orthogonalization_epsilon is 0.0 on ranks 0, 2 and 1e-08"),
+    ({"use_error_feedback": False}, "use_error_feedback is true on ranks 0, 2 and false on rank 1"),
+    ({"warm_start": False}, "warm_start is true on ranks 0, 2 and false on rank 1"),
+    ({"factor_dtype": torch.int8}, 'factor_dtype is null on ranks 0, 2 and "torch.int8" on rank 1'),
+    ({"random_seed": 5}, "random_seed is 0 on ranks 0, 2 and 5 on rank 1"),
+    (BATCHED, 'hook is "powerSGD_hook" on ranks 0, 2 and "batched_powerSGD_hook" on rank 1'),
+    (BF16, 'is "torch.float32" on ranks 0, 2 and "torch.bfloat16"'),
+    ([(6, 4), (3,)], "the number of shapes in the bucket is 1 on ranks 0, 2 and 2 on rank 1"),
+    ([(8, 3)], "shapes in the bucket[0] is [6, 4] on ranks 0, 2 and [8, 3] on rank 1"),
 ]
 
 
-def one_step_of_each(rank):
-    """Return this rank's message for each case; after each case the ranks take two steps that agree."""
+@pytest.mark.simulated_ranks(3)
+def test_a_different_option_is_named_on_every_rank(rank):
     said = []
-    for options, hook, shapes, _ in DIFFERENT:
-        if rank != 1:
-            options, hook, shapes = {}, PLAIN, [(6, 4)]
+    for change, _ in DIFFERENT:
+        change = change if rank == 1 else {}
+        hook = change if callable(change) else PLAIN
+        shapes = change if isinstance(change, list) else [(6, 4)]
+        options = change if isinstance(change, dict) else {}
         state = powerSGD_hook.PowerSGDState(None, **(OPTIONS | options))
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         try:
@@ -78,18 +57,14 @@ def one_step_of_each(rank):
             assert torch.equal(
                 PLAIN(same, Bucket(torch.full((24,), float(rank)), [(6, 4)])).wait(), torch.ones(24)
             )
-    return said
+    for (_, expected), message in zip(DIFFERENT, said, strict=True):
+        assert expected in message
+        assert "Give every rank the same" in message
 
 
-def test_a_different_option_is_named_on_every_rank(run_ranks):
-    for said in run_ranks(one_step_of_each, 3):
-        for (*_, expected), message in zip(DIFFERENT, said, strict=True):
-            assert expected in message
-            assert "Give every rank the same" in message
-
-
-def checkpoints_of_different_steps(rank):
-    """Load a later checkpoint on rank 1 than on rank 0, then one with other directions; return messages."""
+@pytest.mark.simulated_ranks(2)
+def test_checkpoints_of_different_steps_are_refused(rank):
+    """Load a later checkpoint on rank 1 than on rank 0, then one with other directions."""
     saved = []
     state = powerSGD_hook.PowerSGDState(None, 1, 2)
     for step in range(5):
@@ -105,17 +80,14 @@ def checkpoints_of_different_steps(rank):
             PLAIN(loaded, Bucket(torch.ones(600), [(30, 20)])).wait()
         except RuntimeError as error:
             said.append(str(error))
-    return said
+    iterations, directions = said
+    assert "iter is 4 on rank 0 and 5 on rank 1" in iterations
+    assert "iter is" not in directions
+    assert "directions is " in directions
 
 
-def test_checkpoints_of_different_steps_are_refused(run_ranks):
-    for iterations, directions in run_ranks(checkpoints_of_different_steps, 2):
-        assert "iter is 4 on rank 0 and 5 on rank 1" in iterations
-        assert "iter is" not in directions
-        assert "directions is " in directions
-
-
-def different_bucket_caps(rank):
+@pytest.mark.ranks(2)
+def test_different_bucket_caps_are_named_under_torchs_ddp(rank):
     """Take a step with another bucket cap on each rank; with find_unused_parameters torch's DDP obeys it."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=[0.01, 1][rank], find_unused_parameters=True)
@@ -124,14 +96,11 @@ def different_bucket_caps(rank):
         RuntimeError, match="the number of shapes in the bucket is 1 on rank 0 and 8 on rank 1"
     ):
         ddp(torch.randn(2, 64)).sum().backward()
-    return True
 
 
-def test_different_bucket_caps_are_named_under_torchs_ddp(run_ranks):
-    assert run_ranks(different_bucket_caps, 2) == [True, True]
-
-
-def different_later_buckets(rank, start):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("start", [2, 1000])
+def test_bucket_caps_that_differ_in_later_buckets_are_named_under_torchs_ddp(rank, start):
     """Let only later buckets differ. With find_unused_parameters, torch does not rebuild buckets."""
     sizes = [256, 256, 256, 512, 128]
     layers = [nn.Linear(n, m, bias=False) for n, m in pairwise(sizes)]
@@ -141,12 +110,6 @@ def different_later_buckets(rank, start):
     ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=start), PLAIN)
     with pytest.raises(RuntimeError, match=r"shapes in the bucket.* on rank 0 and .* on rank 1"):
         ddp(torch.randn(2, 256)).sum().backward()
-    return True
-
-
-@pytest.mark.parametrize("start", [2, 1000])
-def test_bucket_caps_that_differ_in_later_buckets_are_named_under_torchs_ddp(run_ranks, start):
-    assert run_ranks(different_later_buckets, 2, start) == [True, True]
 
 
 def different_ranks_of_a_subgroup(rank):
@@ -159,8 +122,8 @@ def different_ranks_of_a_subgroup(rank):
     return str(raised.value)
 
 
-def test_ranks_of_a_subgroup_are_named_as_everywhere(run_ranks):
-    for message in run_ranks(different_ranks_of_a_subgroup, 3)[1:]:
+def test_ranks_of_a_subgroup_are_named_as_everywhere():
+    for message in simulate(different_ranks_of_a_subgroup, 3)[1:]:
         assert "matrix_approximation_rank is 1 on rank 1 and 2 on rank 2" in message
 
 
@@ -182,29 +145,23 @@ def test_states_of_different_groups_end_with_an_error(run_ranks):
     assert "rank 1, which averages over ranks [1]" in str(raised.value)
 
 
-def unlike_cpus(rank):
+@pytest.mark.ranks(2)
+def test_unlike_cpus_are_said(rank):
     with pytest.MonkeyPatch.context() as patch, Messages("gradcomp") as said:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ["AVX2", "AVX512"][rank])
         PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
-    return [line for line in said if "unlike processors" in line]
+    (line,) = [line for line in said if "unlike processors" in line]
+    assert 'CPU capability is "AVX2" on rank 0 and "AVX512" on rank 1' in line
 
 
-def test_unlike_cpus_are_said(run_ranks):
-    for (line,) in run_ranks(unlike_cpus, 2):
-        assert 'CPU capability is "AVX2" on rank 0 and "AVX512" on rank 1' in line
-
-
-def unlike_cpus_with_codes(rank):
-    """Take a quantized step on unlike CPUs: every rank dequantizes the same bytes; return log and average."""
+@pytest.mark.ranks(2)
+def test_unlike_cpus_are_not_said_of_a_quantized_all_reduce(rank):
+    """Take a quantized step on unlike CPUs: every rank dequantizes the same bytes."""
     with pytest.MonkeyPatch.context() as patch, Messages("gradcomp") as said:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: ["AVX2", "AVX512"][rank])
         bucket = Bucket(torch.randn(300, generator=torch.Generator().manual_seed(rank)), [(30, 10)])
         average = quantization_hook(QuantizationState(bits=4), bucket).wait()
-    return said, average
-
-
-def test_unlike_cpus_are_not_said_of_a_quantized_all_reduce(run_ranks):
-    (said, average), (others, theirs) = run_ranks(unlike_cpus_with_codes, 2)
+    (said, average), (others, theirs) = of_all_ranks((said, average))
     assert not any("unlike processors" in line for line in (*said, *others))
     assert torch.equal(average, theirs)
 
@@ -212,14 +169,11 @@ def test_unlike_cpus_are_not_said_of_a_quantized_all_reduce(run_ranks):
 PROCESSORS = [{"GPU compute capability": "9.0"}, {"GPU compute capability": "8.9"}]
 
 
-def unlike_gpus(rank):
-    """Take a step on ranks that report unlike GPUs; return the warnings."""
+@pytest.mark.ranks(2)
+def test_unlike_gpus_are_said(rank):
+    """Take a step on ranks that report unlike GPUs."""
     with pytest.MonkeyPatch.context() as patch, Messages("gradcomp") as said:
         patch.setattr(agreement, "processor", lambda _: PROCESSORS[rank])
         PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
-    return [line for line in said if "unlike processors" in line]
-
-
-def test_unlike_gpus_are_said(run_ranks):
-    for (line,) in run_ranks(unlike_gpus, 2):
-        assert 'GPU compute capability is "9.0" on rank 0 and "8.9" on rank 1' in line
+    (line,) = [line for line in said if "unlike processors" in line]
+    assert 'GPU compute capability is "9.0" on rank 0 and "8.9" on rank 1' in line

@@ -21,6 +21,7 @@ from tests.hooks.powersgd_runs import (
     simulate,
 )
 from tests.kept import directions_in, error_in
+from tests.ranks import of_all_ranks
 from tests.tolerances import ONE_STEP
 
 
@@ -41,20 +42,6 @@ def test_compression_that_starts_too_early(error_feedback, warm_start, start):
         powerSGD_hook.PowerSGDState(None, **options)
     neither = options | {"use_error_feedback": False, "warm_start": False}
     assert powerSGD_hook.PowerSGDState(None, **neither).start_powerSGD_iter == start
-
-
-@pytest.mark.parametrize("rank", [0, -1, 2.5, "4", None])
-def test_a_rank_that_is_none(rank):
-    with pytest.raises(
-        ValueError, match=f"matrix_approximation_rank is {rank!r}, but must be an int and at least 1"
-    ):
-        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**32, None, 1.5])
-def test_a_seed_that_is_none(seed):
-    with pytest.raises(ValueError, match=r"random_seed is .*, but must be an int between 0 and 2\*\*32 - 1"):
-        powerSGD_hook.PowerSGDState(None, random_seed=seed)
 
 
 def test_defaults_and_positions_of_arguments_are_torchs():
@@ -79,10 +66,10 @@ def draw(rank, seed, disturb):
     return directions_in(state), same
 
 
-def test_random_projections(run_ranks):
+def test_random_projections():
     """Projections depend on random_seed alone. The user's generators may differ between ranks."""
-    first, second = run_ranks(draw, 2, 0, True)
-    (other_seed, _), _ = run_ranks(draw, 2, 1, False)
+    first, second = simulate(draw, 2, 0, True)
+    (other_seed, _), _ = simulate(draw, 2, 1, False)
     for mine, theirs, other in zip(first[0], second[0], other_seed, strict=True):
         assert torch.equal(mine, theirs)
         assert not torch.equal(mine, other)
@@ -127,14 +114,15 @@ def sub_group(rank):
     return results
 
 
-def test_a_group_of_some_ranks(run_ranks):
-    first, _, third = run_ranks(sub_group, 3)
+def test_a_group_of_some_ranks():
+    first, _, third = simulate(sub_group, 3)
     for (mine, output), (theirs, other) in zip(first, third, strict=True):
         assert torch.equal(output, other)
         assert relative(output, (mine.double() + theirs.double()) / 2) <= ONE_STEP
 
 
-def call_wrongly(rank):
+@pytest.mark.simulated_ranks(1)
+def test_wrong_states_and_buckets_are_refused(rank):
     messages = []
     state = powerSGD_hook.PowerSGDState(None)
     wrong = [
@@ -148,11 +136,6 @@ def call_wrongly(rank):
             with pytest.raises(TypeError) as error:
                 hook(given, Bucket(buffer))
             messages.append(str(error.value))
-    return messages
-
-
-def test_wrong_states_and_buckets_are_refused(run_ranks):
-    (messages,) = run_ranks(call_wrongly, 1)
     for name, own in (("powerSGD_hook", messages[:4]), ("batched_powerSGD_hook", messages[4:])):
         assert own[0] == f"{name} takes a gradcomp PowerSGDState as its state, got None"
         assert own[1].startswith(f"{name} takes a gradcomp PowerSGDState as its state, got an object of ")
@@ -160,8 +143,11 @@ def test_wrong_states_and_buckets_are_refused(run_ranks):
         assert own[3].endswith("an object of type PowerSGDState, torch's own")
 
 
-def odd_buckets(rank, hook_name):
+@pytest.mark.simulated_ranks(2)
+@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
+def test_odd_buckets(rank, hook):
     """Run the hook on buckets with nothing to compress, with one element, and with no elements."""
+    hook_name = hook
     results = []
     for shapes in ([(7,), (3,)], [(1,)], [(0,)], [(0, 4), (64, 48)], [(1, 1)]):
         state = powerSGD_hook.PowerSGDState(None, 1, START)
@@ -169,12 +155,7 @@ def odd_buckets(rank, hook_name):
             gradient = random_gradient(shapes, rank, step)
             output = HOOKS[hook_name](state, Bucket(gradient.clone(), shapes)).wait()
         results.append((gradient, output, error_in(state)))
-    return results
-
-
-@pytest.mark.parametrize("hook", ["powerSGD", "batched"])
-def test_odd_buckets(run_ranks, hook):
-    ranks = run_ranks(odd_buckets, 2, hook)
+    ranks = of_all_ranks(results)
     for mine, theirs in zip(*ranks, strict=True):
         assert mine[1].shape == mine[0].shape
         assert torch.equal(mine[1], theirs[1])
@@ -214,24 +195,21 @@ def memory_of_gradient_size(rank, shapes, options, hook, dtype):
         ("batched", torch.bfloat16, 943**2),
     ],
 )
-def test_memory_is_the_error_and_small_factors(run_ranks, error_feedback, hook, dtype, scratch):
+def test_memory_is_the_error_and_small_factors(error_feedback, hook, dtype, scratch):
     shapes = [(512, 512)] * 2 + [(256, 512), (512, 256), (512, 200), (100,)]
     options = {"use_error_feedback": error_feedback}
-    (held_bytes,) = run_ranks(memory_of_gradient_size, 1, shapes, options, hook, dtype)
+    (held_bytes,) = simulate(memory_of_gradient_size, 1, shapes, options, hook, dtype)
     numel = sum(math.prod(shape) for shape in shapes)
     factors = 0.25 * 4 * numel  # including their copies in fp64
     assert held_bytes <= error_feedback * dtype.itemsize * (numel + 943) + 4 * scratch + factors
 
 
-def memory_of_tensors_not_compressed(rank):
+@pytest.mark.simulated_ranks(2)
+def test_what_a_state_dict_holds(rank):
+    """It holds errors of compressed tensors alone, and one Q [cols, rank] per matrix, by shape."""
     state = new_state()
     run_steps(state, rank, range(START + 3))
-    return error_in(state), directions_in(state)
-
-
-def test_what_a_state_dict_holds(run_ranks):
-    """It holds errors of compressed tensors alone, and one Q [cols, rank] per matrix, by shape."""
-    first, second = run_ranks(memory_of_tensors_not_compressed, 2)
+    first, second = of_all_ranks((error_in(state), directions_in(state)))
     mask = positions(FEW_SHAPES, compressed(FEW_SHAPES, 2))
     for error, directions in (first, second):
         assert error[mask].any()

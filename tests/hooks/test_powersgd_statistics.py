@@ -6,6 +6,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from gradcomp.hooks import powerSGD_hook
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.powersgd_runs import COMMON, FEW_SHAPES, OTHER_SHAPES, START, Messages, new_state
+from tests.ranks import of_all_ranks, simulate
 
 
 def count(rank, name, hook_name, options, steps):
@@ -23,7 +24,7 @@ def count(rank, name, hook_name, options, steps):
 
 
 @pytest.mark.parametrize("rank", [1, 2, 32])
-def test_compression_stats_are_torchs(run_ranks, rank):
+def test_compression_stats_are_torchs(rank):
     """Numbers and log lines are torch's. A line is logged in the first compressed step, then every third."""
     options = {
         "matrix_approximation_rank": rank,
@@ -31,7 +32,7 @@ def test_compression_stats_are_torchs(run_ranks, rank):
         "compression_stats_logging_frequency": 3,
     }
     ours, theirs = (
-        run_ranks(count, 1, name, "powerSGD_hook", options, 10)[0] for name in ("gradcomp", "torch")
+        simulate(count, 1, name, "powerSGD_hook", options, 10)[0] for name in ("gradcomp", "torch")
     )
     assert ours == theirs
     stats, lines = ours
@@ -42,28 +43,25 @@ def test_compression_stats_are_torchs(run_ranks, rank):
     ]
 
 
-def test_compression_stats_of_the_batched_hook(run_ranks):
+def test_compression_stats_of_the_batched_hook():
     """There are two factors of the square's side. torch counts them too, before its hook fails."""
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
-    ((stats, _),) = run_ranks(count, 1, "gradcomp", "batched_powerSGD_hook", options, START + 1)
+    ((stats, _),) = simulate(count, 1, "gradcomp", "batched_powerSGD_hook", options, START + 1)
     before = [64 * 48 + 7 + 40 * 90 + 64 * 48 + 9, 64 * 48 + 40 * 90 + 7]
     sides = [99, 82]
     assert stats[-1][1][1:] == (sum(before), sum(2 * 2 * side for side in sides))
 
 
-def test_the_configuration_is_logged_once(run_ranks):
-    lines = run_ranks(log_everything, 1)[0]
-    assert sum("config" in line for line in lines) == 1
-    assert lines[0].startswith("INFO PowerSGD config: matrix_approximation_rank = 2; ")
-    for name in COMMON[:8]:
-        assert f"{name} = " in lines[0]
-
-
-def log_everything(rank):
+@pytest.mark.simulated_ranks(1)
+def test_the_configuration_is_logged_once(rank):
     with Messages() as said:
         state = new_state()
         for step in range(START + 3):
             for index in (0, 1):
                 bucket = Bucket(random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES, index, index == 1)
                 powerSGD_hook.powerSGD_hook(state, bucket).wait()
-    return said
+    lines = of_all_ranks(said)[0]
+    assert sum("config" in line for line in lines) == 1
+    assert lines[0].startswith("INFO PowerSGD config: matrix_approximation_rank = 2; ")
+    for name in COMMON[:8]:
+        assert f"{name} = " in lines[0]

@@ -1,5 +1,7 @@
 """The quantized all-reduce on real ranks: averages, error feedback, checkpoints, training."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +19,9 @@ from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
 from tests.kept import error_in
-from tests.ranks import RankError
+from tests.ranks import of_all_ranks, simulate
+from tests.training import Averaged, Layers, drawn, parameters_of
+from tests.training import train as train_on
 
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2)]
 NUMEL = 40 * 30 + 17 + 8 * 3 * 5 + 1 + 6
@@ -48,8 +52,8 @@ def one_step(rank, bits, dtype):
 @BITS
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_the_mean(run_ranks, bits, world_size, dtype):
-    results = run_ranks(one_step, world_size, bits, dtype)
+def test_the_mean(bits, world_size, dtype):
+    results = simulate(one_step, world_size, bits, dtype)
     mean = torch.stack([gradient.double() for gradient, _ in results]).mean(0)
     for _, output in results:
         assert output.dtype == dtype
@@ -75,42 +79,24 @@ def accumulate(rank, bits, saved):
 
 @BITS
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_is_lost_comes_back(run_ranks, bits, world_size):
+def test_what_is_lost_comes_back(bits, world_size):
     """Σ outputs + mean error = Σ mean inputs, also on another number of ranks."""
-    runs = run_ranks(accumulate, world_size, bits, None)
+    runs = simulate(accumulate, world_size, bits, None)
     inputs = torch.stack([run[0] for run in runs]).mean(0)
     errors = torch.stack([error_in(run[2]).double() for run in runs]).mean(0)
     assert relative(runs[0][1] + errors, inputs) < 1e-6
     assert errors.norm() > 0
     merged = average_errors([run[2] for run in runs], state_of(bits).checked)
-    resumed = run_ranks(accumulate, 2, bits, merged)
+    resumed = simulate(accumulate, 2, bits, merged)
     inputs = torch.stack([run[0] for run in resumed]).mean(0)
     after = torch.stack([error_in(run[2]).double() for run in resumed]).mean(0)
     assert relative(resumed[0][1] + after, inputs + errors) < 1e-6
 
 
-def broken_off(rank, bits):
-    """Return the last outputs of a whole run, and of a run saved, loaded and resumed after three steps."""
-    whole, first = state_of(bits), state_of(bits)
-    expected = [take_step(whole, rank, step)[1] for step in range(6)]
-    for step in range(3):
-        take_step(first, rank, step)
-    second = state_of(bits)
-    second.load_state_dict(reload(first.state_dict()))
-    return expected[3:], [take_step(second, rank, step)[1] for step in range(3, 6)]
-
-
+@pytest.mark.simulated_ranks(2)
 @BITS
-def test_a_resumed_run_has_the_same_bits(run_ranks, bits):
-    for expected, resumed in run_ranks(broken_off, 3, bits):
-        assert all(torch.equal(one, other) for one, other in zip(expected, resumed, strict=True))
-
-
-def skip_a_layer(rank, bits):
-    """Take two steps, then one in which no rank uses the first tensor.
-
-    Returns (state before that step, output, state after it).
-    """
+def test_a_layer_that_every_rank_skips_keeps_its_error(rank, bits):
+    """Take two steps, then one in which no rank uses the first tensor."""
     spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), dist.get_world_size(), 0)
     compressor = QuantizedCompressor(spec, QuantizedOptions(bits, 16))
     for step in range(2):
@@ -119,85 +105,33 @@ def skip_a_layer(rank, bits):
     flat = random_gradient(SHAPES, rank, 3)
     flat[: 40 * 30] = 0
     run_through(compressor.reduce(flat, flat, dist.group.WORLD, 3, unused=[0]))
-    return before, flat, compressor.state()
+    output, after = flat, compressor.state()
+    first, second = slice(0, 40 * 30), slice(1217, 1337)
+    assert not output[first].any()
+    assert torch.equal(after["error"][first], before["error"][first])
+    assert not torch.equal(after["error"][second], before["error"][second])
 
 
+@pytest.mark.simulated_ranks(2)
 @BITS
-def test_a_layer_that_every_rank_skips_keeps_its_error(run_ranks, bits):
-    for before, output, after in run_ranks(skip_a_layer, 2, bits):
-        first, second = slice(0, 40 * 30), slice(1217, 1337)
-        assert not output[first].any()
-        assert torch.equal(after["error"][first], before["error"][first])
-        assert not torch.equal(after["error"][second], before["error"][second])
-
-
-@BITS
-def test_without_feedback_nothing_is_kept(run_ranks, bits):
-    state_dicts = [run[2] for run in run_ranks(without_feedback, 2, bits)]
+def test_without_feedback_nothing_is_kept(rank, bits):
+    state = state_of(bits, use_error_feedback=False)
+    state_dicts = [run[2] for run in of_all_ranks((*take_step(state, rank, 0), state.state_dict()))]
     assert all(error_in(each) is None for each in state_dicts)
 
 
-def without_feedback(rank, bits):
-    state = state_of(bits, use_error_feedback=False)
-    return *take_step(state, rank, 0), state.state_dict()
-
-
-def poisoned(rank, bits):
-    """Return a step's output with a NaN and an inf on rank 1, and the next step's input and output."""
-    state = state_of(bits)
-    gradient = random_gradient(SHAPES, rank, 0)
-    if rank == 1:
-        gradient[100], gradient[1200] = torch.nan, torch.inf
-    bad = quantization_hook(state, Bucket(gradient, SHAPES)).wait()
-    return bad, take_step(state, rank, 1)
-
-
-@BITS
-def test_a_step_that_is_not_finite_is_forgotten(run_ranks, bits):
-    results = run_ranks(poisoned, 2, bits)
-    mean = torch.stack([gradient.double() for _, (gradient, _) in results]).mean(0)
-    for bad, (_, good) in results:
-        assert bad[100].isnan()
-        assert bad[1200].isinf()
-        assert relative(good, mean) < 3 * LOSS[bits]
-
-
-class Net(nn.Module):
-    """Three layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 16)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 def train(rank, way):
-    """Train with 4 bits; return the first loss, the last loss, and the parameters."""
+    """Train with 4 bits; return the losses, and the parameters."""
     torch.manual_seed(0)
-    model, state = Net(), state_of(4)
-    data = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
-    wrapped = model
-    if way in ("torch", "none"):
-        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
-    elif way == "gradcomp":
-        wrapped = gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.001)
-    if way in ("torch", "gradcomp"):
-        wrapped.register_comm_hook(state, quantization_hook)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = (wrapped(data) - data[:, :16].sin()).square().mean()
-        loss.backward()
-        if way == "average_":
-            gradcomp.average_([p.grad for p in model.parameters()], quantization_hook, state)
-        optimizer.step()
-        losses.append(loss.item())
+    state, data = state_of(4), drawn(64, 32, rank=rank)
+    hook = None if way == "none" else quantization_hook
+    options = {} if way == "average_" else {"bucket_cap_mb": 0.001}
+    model = Averaged(Layers(32, 32, 32, 16), "torch" if way == "none" else way, hook, state, **options)
+    losses = train_on(
+        model, lambda call, _: (call(data) - data[:, :16].sin()).square().mean(), range(30), 0.2
+    )
     assert way == "none" or state.compression_stats()[0] > 3
-    return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in model.parameters()])
+    return losses[0], losses[-1], parameters_of(model)
 
 
 @pytest.mark.parametrize("way", ["torch", "gradcomp", "average_"])
@@ -209,28 +143,18 @@ def test_it_trains_everywhere(run_ranks, way):
     assert torch.equal(one, other)
 
 
+HELD = (
+    *("completes", "replicas_identical", "error_feedback_identity", "checkpoint_round_trip"),
+    *("nonfinite_seen_by_all", "held_back_comes_out", "bounded_memory"),
+)
+
+
 @pytest.mark.parametrize("bits", everyday([8], [4, 8]))  # 4 every day in tests/testing/test_check.py
 def test_every_property_of_the_kit(bits):
-    report = check_hook(
-        quantization_hook,
-        lambda group: QuantizationState(group, bits, block_size=16),
-        max_examples=everyday(2, 10),
-    )
+    make = partial(QuantizationState, bits=bits, block_size=16)
+    report = check_hook(quantization_hook, make, max_examples=everyday(2, 10), only=everyday(HELD, ()))
     report.raise_if_failed()
-    held = {name for name, verdict in report.verdicts.items() if "holds" in str(verdict)}
-    assert {
-        *("completes", "replicas_identical", "error_feedback_identity", "checkpoint_round_trip"),
-        *("nonfinite_seen_by_all", "held_back_comes_out", "bounded_memory"),
-    } <= held
-
-
-def other_bits(rank):
-    take_step(state_of(8 if rank else 4), rank, 0)
-
-
-def test_ranks_that_disagree_are_told(run_ranks):
-    with pytest.raises(RankError, match=r"bits.* 4 on rank 0 and 8"):
-        run_ranks(other_bits, 2)
+    assert {name for name, verdict in report.verdicts.items() if verdict.outcome == "holds"} >= set(HELD)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +198,9 @@ def last_bucket_exactly(state, bucket: dist.GradBucket) -> torch.futures.Future[
     return hook(None if bucket.is_last() else state, bucket)
 
 
-def with_two_hooks(rank):
-    """Return each class's gradients under a user's hook that gives the last bucket to another hook."""
+@pytest.mark.ranks(2)
+def test_the_last_bucket_may_be_another_hooks(rank):
+    """Then only the end of backward completes the other buckets' futures."""
     found = []
     for cls in (nn.parallel.DistributedDataParallel, gradcomp.DistributedDataParallel):
         torch.manual_seed(0)
@@ -286,12 +211,7 @@ def with_two_hooks(rank):
             model.zero_grad()
             model(torch.randn(8, 64)).square().sum().backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])
-    return found
-
-
-def test_the_last_bucket_may_be_another_hooks(run_ranks):
-    """Then only the end of backward completes the other buckets' futures."""
-    results = run_ranks(with_two_hooks, 2)
+    results = of_all_ranks(found)
     for by_class in zip(*results, strict=True):
         for one, other in zip(*by_class, strict=True):
             assert torch.equal(one, other)

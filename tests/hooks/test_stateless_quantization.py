@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_quantization
-from torch.nn.parallel import DistributedDataParallel
 
-import gradcomp
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import default_hooks, quantization_hooks
@@ -20,6 +18,8 @@ from gradcomp.hooks.quantization_hooks import (
 from gradcomp.testing import run_ranks as run_simulated_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.test_quantization_hook import state_of
+from tests.ranks import of_all_ranks, simulate
+from tests.training import Averaged, Layers, drawn, parameters_of, train
 
 SHAPES = [(120, 70), (17,), (8, 3, 5), (1,)]
 HOOKS = {"pertensor": quantization_pertensor_hook, "perchannel": quantization_perchannel_hook}
@@ -53,8 +53,8 @@ def one_step(rank, name, dtype, shapes):
 @EACH
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
-def test_every_element_is_within_two_roundings_of_the_mean(run_ranks, name, world_size, dtype):
-    results = run_ranks(one_step, world_size, name, dtype, SHAPES)
+def test_every_element_is_within_two_roundings_of_the_mean(name, world_size, dtype):
+    results = simulate(one_step, world_size, name, dtype, SHAPES)
     gradients = [gradient for gradient, _ in results]
     mean = torch.stack(gradients).double().mean(0)
     allowed = bound(gradients, BLOCKS[name](mean.numel(), world_size)) + mean.abs() * torch.finfo(dtype).eps
@@ -66,72 +66,51 @@ def test_every_element_is_within_two_roundings_of_the_mean(run_ranks, name, worl
 
 @EACH
 @pytest.mark.parametrize("shapes", [[(0,)], [(1,)], [(3,)]], ids=str)
-def test_a_bucket_smaller_than_a_block_is_exact(run_ranks, name, shapes):
-    (gradient, output), (other, _) = run_ranks(one_step, 2, name, torch.float32, shapes)
+def test_a_bucket_smaller_than_a_block_is_exact(name, shapes):
+    (gradient, output), (other, _) = simulate(one_step, 2, name, torch.float32, shapes)
     assert torch.equal(output, (gradient + other) / 2)
 
 
-def poisoned(rank, name, value):
+@pytest.mark.simulated_ranks(3)
+@EACH
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(rank, name, value):
     gradient = random_gradient(SHAPES, rank, 0)
     if rank == 1:
         gradient[4000] = value
     bad = HOOKS[name](None, Bucket(gradient, SHAPES)).wait()
-    return bad, one_step(rank, name, torch.float32, SHAPES)[1]
+    good = one_step(rank, name, torch.float32, SHAPES)[1]
+    assert bad[4000].isnan()
+    assert bad[0].isfinite()
+    assert good.isfinite().all()
 
 
-@EACH
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
-def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(run_ranks, name, value):
-    for bad, good in run_ranks(poisoned, 3, name, value):
-        assert bad[4000].isnan()
-        assert bad[0].isfinite()
-        assert good.isfinite().all()
+def train_with(rank, way, hook):
+    """Train in several buckets, with a layer that each rank uses in other steps.
 
-
-class Net(nn.Module):
-    """The layers fill several buckets. One layer is used in other steps on each rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
-        self.sometimes = nn.Linear(64, 64)
-
-    def forward(self, x, uses_all):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.sometimes(x) if uses_all else x
-
-
-def train(rank, way, hook):
-    """Train; return the parameters, the last loss, the plans' bytes after every step, and the gradients'."""
+    Returns the parameters, the last loss, the plans' bytes after every step, and the gradients'.
+    """
     torch.manual_seed(0)
-    model = Net()
-    wrap = DistributedDataParallel if way == "torch" else gradcomp.DistributedDataParallel
-    wrapped = wrap(model, bucket_cap_mb=0.02, find_unused_parameters=True)
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
-    optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.5), []
-    data = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))
-    for step in range(8):
-        optimizer.zero_grad()
-        loss = (wrapped(data, step % 2 == rank) - data.sin()).square().mean()
-        loss.backward()
-        optimizer.step()
-        plans = [
-            each.plan
-            for by_name in quantization_hooks._all_reduces.by_parameter.values()
-            for _, each in by_name.values()
-        ]
+    options, kept = {"bucket_cap_mb": 0.02, "find_unused_parameters": True}, []
+    model, data = Averaged(Layers(*[64] * 6), way, hook, **options), drawn(64, 64, rank=rank)
+
+    def loss(call, step):
+        return (call(data, () if step % 2 == rank else (4,)) - data.sin()).square().mean()
+
+    def count(step):
+        plans = quantization_hooks._all_reduces.by_parameter.values()
+        plans = [each.plan for by_name in plans for _, each in by_name.values()]
         kept.append(sum(plan.payload.nbytes + plan.received.nbytes for plan in plans))
-    gradients = sum(p.nbytes for p in model.parameters())
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), loss.item(), kept, gradients
+
+    losses = train(model, loss, range(8), 0.5, before_update=count)
+    return parameters_of(model), losses[-1], kept, sum(p.nbytes for p in model.parameters())
 
 
 @EACH
 @pytest.mark.parametrize("way", ["torch", "gradcomp"])
 def test_several_buckets_and_unused_layers_train_as_without_a_hook(run_ranks, name, way):
-    (one, loss, kept, gradients), (other, *_) = run_ranks(train, 2, way, HOOKS[name])
-    (_, exact, *_), _ = run_ranks(train, 2, way, None)
+    (one, loss, kept, gradients), (other, *_) = run_ranks(train_with, 2, way, HOOKS[name])
+    (_, exact, *_), _ = run_ranks(train_with, 2, way, None)
     assert torch.equal(one, other)
     assert abs(loss - exact) < 0.01 * exact
     # This rank's codes, and those of both, with scales. The plans of the first step's buckets are dropped.
@@ -180,20 +159,16 @@ def test_ranks_in_one_process_share_no_plan(name):
         assert averages == [[127 * 1.5] * 2, [127 * 11.5] * 2]
 
 
-def in_wrapper(rank, wrapper):
-    """Return a gradient, and its averages by each hook in the wrapper."""
+@pytest.mark.simulated_ranks(2)
+@pytest.mark.parametrize("wrapper", ["fp16_compress_wrapper", "bf16_compress_wrapper"])
+def test_they_run_in_the_wrappers(rank, wrapper):
+    """The wrapper rounds before the hook's rounding, and once more after it."""
     gradient = random_gradient(SHAPES, rank, 0)
     results = []
     for hook, state in [*((hook, None) for hook in HOOKS.values()), (quantization_hook, state_of(8))]:
         wrapped = getattr(default_hooks, wrapper)(hook)
         results.append(wrapped(state, Bucket(gradient.clone(), SHAPES)).wait())
-    return gradient, results
-
-
-@pytest.mark.parametrize("wrapper", ["fp16_compress_wrapper", "bf16_compress_wrapper"])
-def test_they_run_in_the_wrappers(run_ranks, wrapper):
-    """The wrapper rounds before the hook's rounding, and once more after it."""
-    ranks = run_ranks(in_wrapper, 2, wrapper)
+    ranks = of_all_ranks((gradient, results))
     mean = torch.stack([gradient for gradient, _ in ranks]).double().mean(0)
     eps = torch.finfo(torch.float16 if wrapper.startswith("fp16") else torch.bfloat16).eps
     largest = max(gradient.abs().max() for gradient, _ in ranks)

@@ -4,10 +4,11 @@ import warnings
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradcomp
-from tests.reducer.models import run_cases
+from tests.reducer.models import CAP_MB, MODELS, loss_of, on_device, run_cases
 from tests.tolerances import average
 
 CLASSES = {"torch": TorchDDP, "gradcomp": gradcomp.DistributedDataParallel}
@@ -33,6 +34,16 @@ def assert_all_alike(run_ranks, scenario, world_size, cases, exact=True):
     """Compare the classes for several cases, in one set of processes; return gradcomp's by case and rank."""
     ranks = run_ranks(run_cases, world_size, on_both, [(scenario, *case) for case in cases])
     return _all_alike(ranks, scenario, cases, exact)
+
+
+def assert_scenarios_alike(run_ranks, world_size, *scenarios):
+    """Compare the classes in several scenarios, with or without arguments, in one set of processes."""
+    cases = [each if isinstance(each, tuple) else (each,) for each in scenarios]
+    assert_all_alike(run_ranks, _run, world_size, cases)
+
+
+def _run(cls, rank, scenario, *arguments):
+    return scenario(cls, rank, *arguments)
 
 
 def assert_alike_in_groups(run_group, scenario, cases, wire=torch.float32):
@@ -87,3 +98,28 @@ def gradients(model):
         return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
     return [None if p.grad is None else dense(p.grad).clone() for p in model.parameters()]
+
+
+def train(cls, rank, name, options, hook=None, steps=5):
+    """Train from weights that differ between ranks; return every step's gradients, and the state_dict.
+
+    hook: the hook, or (state, hook).
+    """
+    torch.manual_seed(rank)
+    model = on_device(MODELS[name]())
+    if name == "Embeddings":  # NCCL has no sparse gradients
+        options = options | {"process_group": dist.new_group(backend="gloo")}
+    ddp = cls(model, **({"bucket_cap_mb": CAP_MB} | options))
+    if hook is not None:
+        state, hook = hook if isinstance(hook, tuple) else (None, hook)
+        if hasattr(state, "number_parameters"):  # random directions depend on names
+            state.number_parameters(model.named_parameters())
+        ddp.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    results = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(ddp(batch_of(model, rank, step))).backward()
+        results.append(gradients(model))
+        optimizer.step()
+    return results, ddp.state_dict()

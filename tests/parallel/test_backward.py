@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradcomp
-from tests.parallel.beside_torch import assert_alike, assert_all_alike, batch_of, gradients, on_both
+from tests.parallel.beside_torch import assert_all_alike, assert_scenarios_alike, batch_of, gradients, on_both
 from tests.reducer.models import MLP, STATIC, UNUSED, Branches, ConvNet, loss_of
 
 
@@ -87,10 +87,6 @@ def changed_in_place(cls, rank, options):
     return gradients(model)
 
 
-def test_outputs_may_be_changed_in_place(run_ranks):
-    assert_all_alike(run_ranks, changed_in_place, 2, [({},), (UNUSED,), (STATIC,)])
-
-
 def unfinished(cls, rank, debug):
     model = Branches()
     ddp = cls(model)
@@ -100,22 +96,19 @@ def unfinished(cls, rank, debug):
     return str(caught.value)
 
 
-def messages_of_unfinished(rank):
-    return on_both(rank, unfinished, False)
-
-
-def test_an_unfinished_reduction_is_told_at_the_next_forward(run_ranks):
-    for messages in run_ranks(messages_of_unfinished, 2):
-        for message in messages.values():
-            for part in (
-                "Expected to have finished reduction in the prior iteration",
-                "passing the keyword argument `find_unused_parameters=True`",
-                "`forward` function outputs participate in calculating loss",
-                "Parameter indices which did not receive grad for rank ",
-            ):
-                assert part in message
-        indices = [message.rsplit(":", 1)[1].split() for message in messages.values()]
-        assert sorted(indices[1]) == sorted(word for word in indices[0] if word.isdigit())
+@pytest.mark.ranks(2)
+def test_an_unfinished_reduction_is_told_at_the_next_forward(rank):
+    messages = on_both(rank, unfinished, False)
+    for message in messages.values():
+        for part in (
+            "Expected to have finished reduction in the prior iteration",
+            "passing the keyword argument `find_unused_parameters=True`",
+            "`forward` function outputs participate in calculating loss",
+            "Parameter indices which did not receive grad for rank ",
+        ):
+            assert part in message
+    indices = [message.rsplit(":", 1)[1].split() for message in messages.values()]
+    assert sorted(indices[1]) == sorted(word for word in indices[0] if word.isdigit())
 
 
 def two_backwards(cls, rank):
@@ -133,10 +126,6 @@ def two_backwards(cls, rank):
     return results
 
 
-def test_backward_in_several_calls(run_ranks):
-    assert_alike(run_ranks, two_backwards, 2)
-
-
 def gradients_of_gradients(cls, rank):
     """Add a penalty on this rank's gradients to the loss."""
     torch.manual_seed(0)
@@ -148,11 +137,8 @@ def gradients_of_gradients(cls, rank):
     return gradients(ddp)
 
 
-def test_gradients_of_gradients(run_ranks):
-    assert_alike(run_ranks, gradients_of_gradients, 2)
-
-
-def create_graph(rank):
+@pytest.mark.ranks(2)
+def test_create_graph(rank):
     """Run backward(create_graph=True); in this version, torch's DDP raises."""
     torch.manual_seed(0)
     model = MLP()
@@ -165,13 +151,9 @@ def create_graph(rank):
             loss_of(ddp(batch_of(model, rank, 0))).backward(create_graph=keep)
         results.append([gradient.detach() for gradient in gradients(model)])
     ddp.zero_grad()
-    return results
-
-
-def test_create_graph(run_ranks):
-    for plain, *kept in run_ranks(create_graph, 2):
-        for gradients_ in kept:
-            assert all(torch.equal(one, other) for one, other in zip(plain, gradients_, strict=True))
+    plain, *kept = results
+    for gradients_ in kept:
+        assert all(torch.equal(one, other) for one, other in zip(plain, gradients_, strict=True))
 
 
 def freeze_later(cls, rank):
@@ -185,10 +167,6 @@ def freeze_later(cls, rank):
     return gradients(model)
 
 
-def test_parameters_frozen_later(run_ranks):
-    assert_alike(run_ranks, freeze_later, 2)
-
-
 def complex_model(cls, rank):
     torch.manual_seed(0)
     model = nn.Linear(4, 4, dtype=torch.complex64)
@@ -196,10 +174,6 @@ def complex_model(cls, rank):
     x = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
     ddp(x).abs().sum().backward()
     return gradients(model)
-
-
-def test_complex_parameters(run_ranks):
-    assert_alike(run_ranks, complex_model, 2)
 
 
 def evaluate_on_one_rank(cls, rank):
@@ -214,10 +188,6 @@ def evaluate_on_one_rank(cls, rank):
     ddp.zero_grad()
     loss_of(ddp(batch_of(model, 0, 2))).backward()
     return len(gradients(model))
-
-
-def test_evaluation_of_the_module_on_one_rank(run_ranks):
-    assert_alike(run_ranks, evaluate_on_one_rank, 2)
 
 
 class Reentrant(nn.Module):
@@ -244,6 +214,8 @@ def reentrant(cls, rank, options):
     return results
 
 
-@pytest.mark.parametrize("options", [{}, STATIC], ids=str)
-def test_reentrant_checkpointing(run_ranks, options):
-    assert_alike(run_ranks, reentrant, 2, options)
+def test_all_as_torchs(run_ranks):
+    with_options = [(reentrant, {}), (reentrant, STATIC)]
+    with_options += [(changed_in_place, options) for options in ({}, UNUSED, STATIC)]
+    plain = (two_backwards, gradients_of_gradients, freeze_later, complex_model, evaluate_on_one_rank)
+    assert_scenarios_alike(run_ranks, 2, *plain, *with_options)

@@ -7,7 +7,8 @@ from torch import nn
 
 import gradcomp
 from tests.parallel.beside_torch import CLASSES, run_quietly
-from tests.reducer.models import PLAIN, STATIC, UNUSED, Heads, run_cases
+from tests.reducer.models import PLAIN, STATIC, UNUSED, Heads
+from tests.training import drawn
 
 EVERY = (PLAIN, UNUSED, STATIC)
 
@@ -125,25 +126,16 @@ RAISING = [
 ]
 
 
-def what_it_says(rank, scenario, options):
-    torch.manual_seed(0)
-    model = HeadsFrozen() if scenario is unfrozen else Heads()
-    ddp = gradcomp.DistributedDataParallel(model, **options)
-    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))
-    try:
-        run_quietly(lambda *_: scenario(ddp, x), None, rank)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_what_is_not_averaged_is_an_error_on_every_rank(run_ranks):
-    cases = [(scenario, options, message) for scenario, several, message in RAISING for options in several]
-    ranks = run_ranks(run_cases, 2, what_it_says, [case[:2] for case in cases])
-    for messages in ranks:
-        for (scenario, options, expected), message in zip(cases, messages, strict=True):
-            with pytest.raises(RuntimeError, match=f"(?s){expected}"):
-                raise RuntimeError(f"{message} [{scenario.__name__} {options}]")
+@pytest.mark.ranks(2)
+def test_what_is_not_averaged_is_an_error_on_every_rank(rank):
+    for scenario, several, message in RAISING:
+        for options in several:
+            torch.manual_seed(0)
+            model = HeadsFrozen() if scenario is unfrozen else Heads()
+            ddp = gradcomp.DistributedDataParallel(model, **options)
+            x = drawn(5, 3, rank=rank)
+            with pytest.raises(RuntimeError, match=f"(?s){message}"):
+                run_quietly(lambda scenario, _, *given: scenario(*given), scenario, rank, ddp, x)
 
 
 # torch's wrapper and ours leave these gradients local, on purpose.
@@ -178,21 +170,17 @@ def autograd_grad(ddp, x):
 LOCAL = (module_itself, functional_call, functional_call_with_parameters, forward_in_no_sync, autograd_grad)
 
 
-def on_each(rank, scenario, options):
-    results = []
-    for cls in CLASSES.values():
-        torch.manual_seed(0)
-        ddp = run_quietly(lambda cls, _: cls(Heads(), **options), cls, rank)
-        scenario(ddp, torch.randn(5, 3, generator=torch.Generator().manual_seed(rank)))
-        results.append([param.grad for param in ddp.module.parameters()])
-        dist.barrier()
-    return results
-
-
-def test_what_torch_leaves_to_each_rank_is_left_here(run_ranks):
-    cases = [(scenario, options) for scenario in LOCAL for options in (PLAIN, UNUSED)]
-    for results in run_ranks(run_cases, 2, on_each, cases):
-        for (scenario, _), (theirs, ours) in zip(cases, results, strict=True):
-            for their, our in zip(theirs, ours, strict=True):
+@pytest.mark.ranks(2)
+def test_what_torch_leaves_to_each_rank_is_left_here(rank):
+    for scenario in LOCAL:
+        for options in (PLAIN, UNUSED):
+            results = []
+            for cls in CLASSES.values():
+                torch.manual_seed(0)
+                ddp = run_quietly(lambda cls, _, options=options: cls(Heads(), **options), cls, rank)
+                scenario(ddp, drawn(5, 3, rank=rank))
+                results.append([param.grad for param in ddp.module.parameters()])
+                dist.barrier()
+            for their, our in zip(*results, strict=True):
                 assert (their is None) == (our is None), scenario.__name__
                 assert our is None or torch.equal(their, our), scenario.__name__

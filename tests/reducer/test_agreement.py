@@ -1,6 +1,7 @@
 """Test that all ranks raise an error that names the option or hook, if Reducers or wrappers differ in one."""
 
 import functools
+import re
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from gradcomp import DistributedDataParallel
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.reducer import Reducer
 from tests.parallel.beside_torch import run_quietly
+from tests.ranks import of_all_ranks
 from tests.reducer.models import Embeddings, run_cases
 
 # (option, value on rank 0, value on the other ranks, message)
@@ -48,25 +50,23 @@ def said_by(function, *arguments):
     return "nothing"
 
 
-def construct(rank, of_the_wrapper, name, first, others):
-    options = {name: others if rank else first}
-    if not of_the_wrapper:
-        return said_by(lambda: Reducer(nn.Linear(3, 3).parameters(), **options))
-    return said_by(
-        run_quietly, lambda cls, _: cls(nn.BatchNorm1d(3), **options), DistributedDataParallel, rank
-    )
+def construct(rank, of_the_wrapper, options):
+    if of_the_wrapper:
+        run_quietly(lambda cls, _: cls(nn.BatchNorm1d(3), **options), DistributedDataParallel, rank)
+    else:
+        Reducer(nn.Linear(3, 3).parameters(), **options)
 
 
-def test_other_options(run_ranks):
-    cases = [(True, *case) for case in OPTIONS + OF_THE_WRAPPER]
-    cases += [(False, *case) for case in OPTIONS + OF_THE_REDUCER]
-    for messages in run_ranks(run_cases, 2, construct, [case[:-1] for case in cases]):
-        for case, message in zip(cases, messages, strict=True):
-            with pytest.raises(RuntimeError, match=case[-1]):
-                raise RuntimeError(message)
+@pytest.mark.ranks(2)
+def test_other_options(rank):
+    for of_the_wrapper, others in ((True, OF_THE_WRAPPER), (False, OF_THE_REDUCER)):
+        for name, first, second, message in OPTIONS + others:
+            with pytest.raises(RuntimeError, match=message):
+                construct(rank, of_the_wrapper, {name: second if rank else first})
 
 
-def construct_others(rank):
+@pytest.mark.ranks(2)
+def test_other_sparse_parameters_and_buffers(rank):
     """Construct with different sparse parameters, different buffers, and equal options of other types."""
     model = Embeddings()
     sparse = [] if rank else [model.sparse.weight]
@@ -75,13 +75,9 @@ def construct_others(rank):
     model.register_buffer("count", torch.zeros(3 + rank))
     messages.append(said_by(DistributedDataParallel, model))
     Reducer(model.parameters(), bucket_cap_mb=1.0 if rank else 1, find_unused_parameters=1 if rank else True)
-    return messages
-
-
-def test_other_sparse_parameters_and_buffers(run_ranks):
-    for sparse, buffers in run_ranks(construct_others, 2):
-        assert "the number of sparse parameters is 1 on rank 0 and 0 on rank 1" in sparse
-        assert 'buffers[0] is "count [3] torch.float32" on rank 0 and "count [4]' in buffers
+    sparse, buffers = messages
+    assert "the number of sparse parameters is 1 on rank 0 and 0 on rank 1" in sparse
+    assert 'buffers[0] is "count [3] torch.float32" on rank 0 and "count [4]' in buffers
 
 
 class MyHook:
@@ -154,30 +150,21 @@ ALIKE = [
 ]
 
 
-def every_hook(rank, index):
-    return one_hook(rank, HOOKS[index][0])
+@pytest.mark.ranks(2)
+def test_other_hooks(rank):
+    for hooks, message in HOOKS:
+        assert re.search(message, one_hook(rank, hooks))
 
 
-def test_other_hooks(run_ranks):
-    for messages in run_ranks(run_cases, 2, every_hook, [(index,) for index in range(len(HOOKS))]):
-        for (_, expected), message in zip(HOOKS, messages, strict=True):
-            with pytest.raises(RuntimeError, match=expected):
-                raise RuntimeError(message)
-
-
-def the_same_hook(rank, index):
-    return one_hook(rank, ALIKE[index])
-
-
-def test_hooks_that_are_the_same(run_ranks):
+@pytest.mark.ranks(2)
+def test_hooks_that_are_the_same(rank):
     """Instances and partials, the default group given as None, and states without a group are the same."""
-    cases = [(index,) for index in range(len(ALIKE))]
-    for results in run_ranks(run_cases, 2, the_same_hook, cases):
-        for gradient in results:
-            assert torch.equal(gradient, torch.full((3, 3), 1.5))
+    for hooks in ALIKE:
+        assert torch.equal(one_hook(rank, hooks), torch.full((3, 3), 1.5))
 
 
-def hooks_of_other_groups(rank):
+@pytest.mark.ranks(3)
+def test_a_hook_of_another_group(rank):
     """Take a step where rank 2 of three isn't in the reducer's group, or in the hook's, or has left that."""
     pair = of_a_subgroup()
     messages = []
@@ -201,11 +188,7 @@ def hooks_of_other_groups(rank):
     reducer = Reducer([param := nn.Parameter(torch.full((2,), float(rank)))], same)
     reducer.register_comm_hook(None, default_hooks.allreduce_hook)
     param.square().sum().backward()
-    return messages, param.grad
-
-
-def test_a_hook_of_another_group(run_ranks):
-    results = run_ranks(hooks_of_other_groups, 3)
+    results = of_all_ranks((messages, param.grad))
     for messages, gradient in results:
         assert torch.equal(gradient, torch.full((2,), 2.0))
         for message in messages[:-1]:
@@ -241,12 +224,9 @@ def test_hooks_are_compared_once(run_ranks):
         assert results == [[2, 3, 3, 3], [0, 1, 1, 1], [3, 4, 4, 4], [0, 1, 1, 1]]
 
 
-def unlike_without_init_sync(rank):
+@pytest.mark.ranks(2)
+def test_options_are_compared_in_the_first_step_at_the_latest(rank):
     model = nn.Linear(3, 3)
     ddp = DistributedDataParallel(model, init_sync=False, static_graph=bool(rank))
-    return said_by(ddp(torch.ones(1, 3)).sum().backward)
-
-
-def test_options_are_compared_in_the_first_step_at_the_latest(run_ranks):
-    for message in run_ranks(unlike_without_init_sync, 2):
-        assert "static_graph is false on rank 0 and true on rank 1" in message
+    message = said_by(ddp(torch.ones(1, 3)).sum().backward)
+    assert "static_graph is false on rank 0 and true on rank 1" in message

@@ -13,6 +13,7 @@ from gradcomp.hooks import default_hooks
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.reducer import Reducer
+from tests.ranks import of_all_ranks
 from tests.reducer.models import (
     MLP,
     PLAIN,
@@ -27,8 +28,8 @@ from tests.reducer.models import (
 )
 
 
-def different_models(rank):
-    """Return this rank's messages if rank 1 has another parameter, shape, dtype, layout or frozen layer."""
+@pytest.mark.ranks(2)
+def test_ranks_with_different_models(rank):
     messages = []
     for change in ("number", "shape", "dtype", "layout", "frozen"):
         model = MLP()
@@ -43,11 +44,7 @@ def different_models(rank):
         with pytest.raises(RuntimeError) as caught:
             make_reducer(model)
         messages.append(str(caught.value))
-    return messages
-
-
-def test_ranks_with_different_models(run_ranks):
-    first, second = run_ranks(different_models, 2)
+    first, second = of_all_ranks(messages)
     assert first == second
     number, shape, dtype, layout, frozen = first
     for message in first:
@@ -67,7 +64,8 @@ def test_ranks_with_different_models(run_ranks):
     assert f"{zero}{one} and {other}" in frozen
 
 
-def unfinished(rank):
+@pytest.mark.ranks(2)
+def test_a_backward_that_does_not_reach_all_parameters(rank):
     model = Branches()
     kept = make_reducer(model)
     messages = []
@@ -76,16 +74,11 @@ def unfinished(rank):
             loss_of(model(torch.ones(2, 12))).backward()
         messages.append(str(caught.value))
     kept.close()
-    return messages
-
-
-def test_a_backward_that_does_not_reach_all_parameters(run_ranks):
-    for messages in run_ranks(unfinished, 2):
-        for message in messages:
-            assert "Expected to have finished reduction in the prior iteration" in message
-            assert "never.weight, never.bias" in message
-            assert "`find_unused_parameters=True`" in message
-            assert "`forward` function outputs participate in calculating loss" in message
+    for message in messages:
+        assert "Expected to have finished reduction in the prior iteration" in message
+        assert "never.weight, never.bias" in message
+        assert "`find_unused_parameters=True`" in message
+        assert "`forward` function outputs participate in calculating loss" in message
 
 
 class Late(torch.autograd.Function):
@@ -103,16 +96,13 @@ class Late(torch.autograd.Function):
         return gradient, None
 
 
-def twice(rank):
+@pytest.mark.ranks(1)
+def test_a_parameter_that_is_ready_twice(rank):
     model = MLP()
-    kept = make_reducer(model)
+    _kept = make_reducer(model)
     with pytest.raises(RuntimeError) as caught:
         loss_of(Late.apply(model(torch.randn(3, 20)), model[0].weight)).backward()
-    return str(caught.value), len(kept._names)
-
-
-def test_a_parameter_that_is_ready_twice(run_ranks):
-    ((message, _),) = run_ranks(twice, 1)
+    message = str(caught.value)
     assert "Expected to mark a variable ready only once: parameter 0.weight became ready twice" in message
 
 
@@ -132,8 +122,9 @@ class Breaks(torch.autograd.Function):
         return gradient
 
 
-def break_off(rank):
-    """Break off the first of three backwards; return their messages, and the last backward's averages."""
+@pytest.mark.ranks(2)
+def test_a_backward_that_is_broken_off(rank):
+    """Break off the first of three backwards."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     kept = make_reducer(model)
     said = []
@@ -145,11 +136,7 @@ def break_off(rank):
         except (ArithmeticError, RuntimeError) as error:
             said.append(str(error))
     kept.close()
-    return said, model[0].weight.grad
-
-
-def test_a_backward_that_is_broken_off(run_ranks):
-    (first, gradient), (second, same) = run_ranks(break_off, 2)
+    (first, gradient), (second, same) = of_all_ranks((said, model[0].weight.grad))
     assert first == second
     assert first[0] == "half way"
     assert "parameter 1.bias became ready twice" in first[1]
@@ -180,11 +167,10 @@ class LateAverage(nn.Module):
         return self.second(Breaks.apply(self.first(x)))
 
 
-def go_on_after_an_error(rank, as_view):
-    """Break off a backward whose average rank 1 joins when rank 0 is in the next good step, or waits for it.
-
-    Returns the errors' types, and by how much the next step's averages are off.
-    """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("as_view", [False, True])
+def test_the_step_after_an_error_waits_for_what_is_under_way(rank, as_view):
+    """Rank 1 joins the average of a broken off backward when rank 0 is in the next good step, or waits."""
     store, found = dist.distributed_c10d._get_default_store(), {}
     for name, (make, delay) in LATE.items():
         os.environ["GRADCOMP_ROUND_TRIP_MS"] = delay
@@ -220,15 +206,9 @@ def go_on_after_an_error(rank, as_view):
             dist.all_reduce(own.grad)
             off = max(off, float((own.grad / 2 - averaged.grad).norm() / own.grad.norm()))
         found[name] = errors, off
-    return found
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-def test_the_step_after_an_error_waits_for_what_is_under_way(run_ranks, as_view):
-    for found in run_ranks(go_on_after_an_error, 2, as_view):
-        for name, (errors, off) in found.items():
-            assert errors == [ArithmeticError, RuntimeError], name
-            assert off < 0.02, name
+    for name, (errors, off) in found.items():
+        assert errors == [ArithmeticError, RuntimeError], name
+        assert off < 0.02, name
 
 
 def static_reentrant(rank, prepared):
@@ -256,19 +236,17 @@ def test_a_static_graph_with_reentrant_checkpointing_needs_the_outputs(run_ranks
         assert torch.equal(gradient, torch.full((4, 4), 2.5))
 
 
-def not_prepared(rank):
+@pytest.mark.ranks(1)
+def test_find_unused_parameters_needs_the_outputs(rank):
     model = MLP()
     kept = make_reducer(model, find_unused_parameters=True)
     with pytest.raises(RuntimeError, match="prepare_for_backward"):
         loss_of(model(torch.randn(3, 20))).backward()
-    return kept._names[0]
+    assert kept._names[0] == "0.weight"
 
 
-def test_find_unused_parameters_needs_the_outputs(run_ranks):
-    assert run_ranks(not_prepared, 1) == ["0.weight"]
-
-
-def changed_graph(rank):
+@pytest.mark.ranks(2)
+def test_a_static_graph_that_changes(rank):
     model = Branches()
     reducer = make_reducer(model, static_graph=True)
     messages = []
@@ -278,30 +256,22 @@ def changed_graph(rank):
         except RuntimeError as error:
             messages.append(str(error))
     reducer.close()
-    return messages
+    (message,) = messages
+    assert message.startswith("Your training graph has changed in this iteration")
+    assert "branches." in message
 
 
-def test_a_static_graph_that_changes(run_ranks):
-    for messages in run_ranks(changed_graph, 2):
-        (message,) = messages
-        assert message.startswith("Your training graph has changed in this iteration")
-        assert "branches." in message
-
-
-def undeclared_sparse(rank):
+@pytest.mark.ranks(1)
+def test_sparse_gradients_have_to_be_declared(rank):
     model = Embeddings()
     kept = make_reducer(model, sparse_params=[])
     with pytest.raises(RuntimeError, match=r"sparse.weight has a sparse gradient.*sparse_params"):
         loss_of(model(torch.randint(0, 30, (5, 4)))).backward()
-    return len(kept._names)
+    assert len(kept._names) == 4
 
 
-def test_sparse_gradients_have_to_be_declared(run_ranks):
-    assert run_ranks(undeclared_sparse, 1) == [4]
-
-
-def converted(rank):
-    """Return the message for a gradient that a user's hook has converted."""
+@pytest.mark.ranks(1)
+def test_a_gradient_of_another_dtype(rank):
     model = MLP()
     reducer = make_reducer(model)
 
@@ -312,16 +282,13 @@ def converted(rank):
     with pytest.raises(RuntimeError) as caught:
         loss_of(model(torch.randn(3, 20))).backward()
     reducer.close()
-    return str(caught.value)
-
-
-def test_a_gradient_of_another_dtype(run_ranks):
-    (message,) = run_ranks(converted, 1)
+    message = str(caught.value)
     assert "the gradient of parameter 4.bias is torch.float64 on cpu, of shape [3], but" in message
     assert "has torch.float32 on cpu" in message
 
 
-def arguments(rank):
+@pytest.mark.ranks(1)
+def test_arguments(rank):
     frozen = MLP().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter that requires gradients"):
         Reducer(frozen.parameters())
@@ -351,10 +318,6 @@ def arguments(rank):
         Reducer(MLP().parameters(), torch.distributed.GroupMember.NON_GROUP_MEMBER)
     shared = nn.Parameter(torch.zeros(3))
     assert len(Reducer([shared, shared])._params) == 1
-
-
-def test_arguments(run_ranks):
-    run_ranks(arguments, 1)
 
 
 def test_no_process_group():
@@ -418,3 +381,44 @@ def test_parameters_that_are_unfrozen_later(run_ranks):
             assert [said[0], said[4]] == ["", ""], (options, how)
     for one, other in zip(*ranks, strict=True):
         assert all(torch.equal(one[index], other[index]) for index in (1, 3, 5))
+
+
+def one_step_with(hook):
+    model = MLP()
+    reducer = make_reducer(model)
+    reducer.register_comm_hook(None, hook)
+    loss_of(model(torch.randn(3, 20))).backward()
+
+
+@pytest.mark.ranks(1)
+def test_hooks_that_are_wrong(rank):
+    messages = []
+
+    def holding(value):
+        future = torch.futures.Future()
+        future.set_result(value)
+        return future
+
+    def raising(state, bucket):
+        raise ZeroDivisionError("in the hook")
+
+    for hook in (
+        lambda state, bucket: bucket.buffer(),
+        lambda state, bucket: holding("text"),
+        lambda state, bucket: holding(bucket.buffer()[:-1]),
+        raising,
+    ):
+        with pytest.raises((RuntimeError, ZeroDivisionError)) as caught:
+            one_step_with(hook)
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
+    reducer = make_reducer(MLP())
+    with pytest.raises(TypeError, match="must be callable"):
+        reducer.register_comm_hook(None, "hook")
+    reducer.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        reducer.register_comm_hook(None, default_hooks.allreduce_hook)
+    (no_future, text, short, raised) = messages
+    assert "returned Tensor, but must return a torch.futures.Future" in no_future
+    assert "holds str, but a bucket of 4355 elements must come back" in text
+    assert "elements must come back" in short
+    assert raised == "ZeroDivisionError: in the hook"

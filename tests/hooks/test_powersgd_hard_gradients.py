@@ -1,0 +1,201 @@
+"""Zero, poor, non-finite and too large gradients: steps after them are right. They ruin torch's state."""
+
+import math
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
+
+from gradcomp.hooks import default_hooks
+from tests.hooks.powersgd_oracle import (
+    Bucket,
+    compressed,
+    positions,
+    powersgd_step,
+    random_gradient,
+    relative,
+    starts,
+)
+from tests.hooks.powersgd_runs import (
+    FEW_SHAPES,
+    HOOKS,
+    MATRICES,
+    MODULES,
+    START,
+    new_state,
+    run_step,
+    simulate,
+)
+from tests.kept import directions_in, error_in
+from tests.tolerances import ONE_STEP, RECOVERY, UNIT_ROUNDOFF
+
+ALSO_TORCHS = pytest.mark.parametrize("name", MODULES)
+OPTIONS = [{}, {"use_error_feedback": False}, {"warm_start": False}, {"orthogonalization_epsilon": 1e-8}]
+
+
+def low_rank_steps(rank, factor_rank, sequence):
+    """Return (gradient, output) of each step of a sequence.
+
+    sequence: the rank of each step's gradient, which is equal on all ranks.
+    """
+    state, results = new_state(matrix_approximation_rank=factor_rank, use_error_feedback=False), []
+    for step, columns in enumerate([9] * START + sequence):
+        drawn = partial(torch.randn, generator=torch.Generator().manual_seed(step))
+        factors = [(drawn(n, columns), drawn(columns, m)) for n, m in MATRICES]
+        gradient = torch.cat([(left @ right).flatten() for left, right in factors])
+        results.append((gradient, run_step(MODULES["gradcomp"], state, gradient, MATRICES)))
+    return results[START:]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("pause", [0, 1])
+def test_gradients_are_recovered_after_poorer_ones(pause, rank):
+    """A zero gradient (an unused parameter's) or one of rank 1 must not lower the next result's rank."""
+    for gradient, output in simulate(low_rank_steps, 1, rank, [rank, pause, pause, rank, rank])[0]:
+        assert relative(output, gradient) <= RECOVERY if gradient.any() else not output.any()
+
+
+def zeros_then_random(rank, name, options):
+    """Take steps with gradients of zero, also where compression starts, then steps with random ones."""
+    state, module = new_state(MODULES[name], **options), MODULES[name]
+    gradients = [random_gradient(MATRICES, rank, step) * (step > START + 1) for step in range(12)]
+    return [run_step(module, state, gradient, MATRICES) for gradient in gradients]
+
+
+@ALSO_TORCHS
+@pytest.mark.parametrize("options", [*OPTIONS, {"matrix_approximation_rank": 1}], ids=str)
+def test_zero_gradients_first(name, options):
+    """Torch divides by a norm of zero. In gradcomp zeros stay zero, and later gradients are averaged."""
+    for outputs in simulate(zeros_then_random, 2, name, options):
+        if name == "torch":
+            assert ("orthogonalization_epsilon" in options) != outputs[START].isnan().all()
+            continue
+        assert not any(output.any() for output in outputs[: START + 2])
+        assert all(output.isfinite().all() for output in outputs)
+        for start, end in pairwise(starts(MATRICES)):
+            assert outputs[-1][start:end].any(), "its gradients are never sent"
+
+
+def one_bad_step(rank, name, options, value, tensor, bad_ranks):
+    """Take steps. One of them has this value in this tensor on the bad ranks.
+
+    Returns (gradient, output, (error, Q) after the step) of each compressed step.
+    """
+    state, results = new_state(MODULES[name], **options), []
+    for step in range(START + 6):
+        gradient = random_gradient(FEW_SHAPES, rank, step)
+        if step == START + 3 and rank in bad_ranks:
+            gradient[starts(FEW_SHAPES)[tensor] + 1] = value
+        output = run_step(MODULES[name], state, gradient, FEW_SHAPES)
+        memory = (error_in(state), directions_in(state)) if name == "gradcomp" else None
+        results.append((gradient, output, memory))
+    return results[START:]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("value", "bad_ranks"), [(math.inf, [0, 1]), (-math.inf, [1]), (math.nan, [0])])
+@pytest.mark.parametrize("tensor", [0, 1, 3])
+def test_a_bad_step_is_forgotten(tensor, value, bad_ranks, options):
+    """In that step every rank's output is non-finite, whichever rank had the value. Later steps are right."""
+    ranks = simulate(one_bad_step, 2, "gradcomp", options, value, tensor, bad_ranks)
+    bad, order = positions(FEW_SHAPES, [tensor]), compressed(FEW_SHAPES, 2)
+    for step in range(1, 6):
+        gradients, outputs, _ = zip(*(results[step] for results in ranks), strict=True)
+        errors, directions = zip(*(results[step - 1][2] for results in ranks), strict=True)
+        assert torch.equal(outputs[0].nan_to_num(7), outputs[1].nan_to_num(7))
+        good = ~bad if step == 3 else torch.ones_like(bad)
+        assert outputs[0][good].isfinite().all()
+        if step == 3:  # a GradScaler skips it on every rank
+            finite = outputs[0][bad].isfinite()
+            assert not (finite.any() if tensor in order else finite.all())
+        assert all(error.isfinite().all() for error in errors)
+        assert step != 4 or not any(error[bad].any() for error in errors), "starts at zero: no error"
+        gradients = [gradient.nan_to_num(0, 0, 0) for gradient in gradients]
+        expected = powersgd_step(FEW_SHAPES, gradients, errors, directions[0], order)
+        assert relative(outputs[0][good], expected.output[good]) <= ONE_STEP
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("error_feedback", [True, False])
+def test_a_bad_step_poisons_torchs_state(rank, error_feedback):
+    options = {"matrix_approximation_rank": rank, "use_error_feedback": error_feedback}
+    for results in simulate(one_bad_step, 2, "torch", options, math.inf, 0, [0, 1]):
+        bad = positions(FEW_SHAPES, [0])
+        finite = [bool(output[bad].isfinite().all()) for _, output, _ in results]
+        assert finite == [True, True, True, False, False, False]
+
+
+def fp16_steps(rank, name, gradient_of):
+    wrapper = {"gradcomp": default_hooks, "torch": torch_default}[name].fp16_compress_wrapper
+    hook, state = wrapper(MODULES[name].powerSGD_hook), new_state(MODULES[name])
+    gradients = [gradient_of(rank, step - START) for step in range(START + 6)]
+    return [hook(state, Bucket(gradient, FEW_SHAPES)).wait() for gradient in gradients][START:]
+
+
+def large(rank, step):
+    """Return a gradient with a sum over two ranks that overflows float16, unlike the mean."""
+    return random_gradient(FEW_SHAPES, 0, step).clamp(-1, 1) * 4e4 * positions(FEW_SHAPES, [1, 4])
+
+
+def once_too_large(rank, step):
+    """Return a gradient that overflows float16 on rank 1 in step 3."""
+    return random_gradient(FEW_SHAPES, rank, step) * (1e6 if step == 3 and rank == 1 else 1)
+
+
+@ALSO_TORCHS
+def test_fp16_divides_before_it_rounds(name):
+    for outputs in simulate(fp16_steps, 2, name, large):
+        assert all(output.isfinite().all() for output in outputs) == (name == "gradcomp")
+
+
+@ALSO_TORCHS
+def test_a_step_that_overflows_fp16_is_forgotten(name):
+    """Only the step that overflows is non-finite, on all ranks: a GradScaler may cause it to find a scale."""
+    ranks = simulate(fp16_steps, 2, name, once_too_large)
+    for outputs in ranks:
+        finite = [bool(output.isfinite().all()) for output in outputs]
+        assert finite == [True, True, True, False, *[name == "gradcomp"] * 2]
+    for one, other in zip(*ranks, strict=True) if name == "gradcomp" else ():
+        assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+def near_the_end_of_fp16(rank, hook, distribution, factor_rank):
+    """Take fp16 steps, one with gradients near fp16's largest number.
+
+    Returns (gradient, error before, output, error after) of each step after that one.
+    """
+    state, generator = (
+        new_state(matrix_approximation_rank=factor_rank),
+        torch.Generator().manual_seed(5 + rank),
+    )
+    results, before = [], None
+    for step in range(12):
+        gradient = torch.randn(4096, generator=generator) * 0.003
+        if step == START + 2:
+            gradient = {
+                "signs": gradient.sign() * 32_768,
+                "equal": torch.full_like(gradient, 30_000) + gradient,
+                "normal": gradient / gradient.abs().max() * 60_000,
+            }[distribution]
+        gradient = gradient.half()
+        output = HOOKS[hook](state, Bucket(gradient.clone(), [(64, 64)])).wait()
+        after = error_in(state) if step >= START else None
+        results.append((gradient, before, output, after))
+        before = after
+    return results[START + 3 :]
+
+
+@pytest.mark.parametrize("distribution", ["signs", "equal", "normal"])
+@pytest.mark.parametrize(("hook", "factor_rank"), [("powerSGD", 1), ("powerSGD", 4), ("batched", 1)])
+def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(hook, factor_rank, distribution):
+    """Rounding loses up to 2^-11 of the largest summand: a gradient, an error or an output."""
+    ranks = simulate(near_the_end_of_fp16, 2, hook, distribution, factor_rank)
+    for steps in zip(*ranks, strict=True):
+        gradient, before, output, after = (torch.stack(each).double() for each in zip(*steps, strict=True))
+        assert output.isfinite().all()
+        assert torch.equal(output[0], output[1])
+        largest = max(float(each.abs().max()) for each in (gradient, before, output))
+        lost = (output[0] + after.mean(0) - gradient.mean(0) - before.mean(0)).abs().max()
+        assert lost <= 4 * UNIT_ROUNDOFF[torch.float16] * largest
