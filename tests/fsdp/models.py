@@ -109,6 +109,13 @@ def sharded(mesh, model=None, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
+def over_two_meshes(grid):
+    """Shard a module over other ranks than the rest, as experts are."""
+    model = Net()
+    fully_shard(model.embed, mesh=grid.mesh["replicate"])
+    return fully_shard(model, mesh=grid.shards)
+
+
 def batch_of(rank, step):
     return torch.randn(4, 12, generator=torch.Generator().manual_seed(100 * step + rank))
 

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from gradcomp.fsdp import compress_all_gather
 from tests.depth import everyday, mixed
 from tests.fsdp.gathered import round_all_gathers
-from tests.fsdp.models import RANKS, Net, batch_of, new_grid, sharded, weights
+from tests.fsdp.models import RANKS, Net, batch_of, new_grid, over_two_meshes, sharded, weights
 from tests.fsdp.scenarios import SCENARIOS, STEPS, step
-from tests.fsdp.test_reduce_scatter_refused import over_two_meshes
 from tests.reducer.models import run_cases
 
 

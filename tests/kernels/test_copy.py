@@ -1,6 +1,7 @@
 """Compare flatten and unflatten, in Triton and plain torch, with float64; test all copies' arguments."""
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -177,35 +178,25 @@ def test_bad_arguments_are_named(device):
     layout = FlatLayout([(2, 3), (4,)])
     tensors = tensors_of([(2, 3), (4,)], torch.float32, device)
     out = torch.empty(10, device=device)
+    other = [tensors[0], tensors[1].half()]
     cases = [
-        (
-            lambda: ops.flatten(tensors[:1], layout, out=out),
-            ValueError, "2 tensors, 10 elements.*got 1 tensors",
-        ),
-        (
-            lambda: ops.flatten(tensors[::-1], layout, out=out),
-            ValueError, r"tensor 0 has shape \(4,\), .*\(2, 3\)",
-        ),
-        (lambda: ops.flatten(tensors, layout, out=out[:9]), ValueError, r"shape \(10,\).*got shape \(9,\)"),
-        (
-            lambda: ops.flatten([tensors[0], tensors[1].half()], layout, out=out),
-            TypeError, "tensor 1 is torch.float16",
-        ),
-        (lambda: ops.flatten(tensors, layout, out=out.long()), TypeError, "got torch.int64"),
-        (lambda: ops.flatten(tensors, layout, out=out.to("meta")), ValueError, "on .* and on meta"),
-        (lambda: ops.unflatten(out, layout, out=tensors[:1]), ValueError, "unflatten.*got 1 tensors"),
-        (lambda: ops.compress_cast(out, out=out), TypeError, "float16 or bfloat16, but out is torch.float32"),
-        (lambda: ops.compress_cast(out.long(), out=out.half()), TypeError, "compress_cast.*got torch.int64"),
-        (
-            lambda: ops.compress_cast(out, out=out[:9].half()),
-            ValueError, "10 elements do not fit an out of 9",
-        ),
-        (lambda: ops.compress_cast(out[::2], out=out[:5].half()), ValueError, r"contiguous.*strides \(2,\)"),
-        (lambda: ops.decompress_cast(out.half().to("meta"), out=out), ValueError, "on meta and on"),
-    ]  # fmt: skip
-    for call, error, message in cases:
-        with pytest.raises(error, match=message):
+        (lambda: ops.flatten(tensors[:1], layout, out=out), "ValueError.*2 tensors, 10 .*got 1 tensors"),
+        (lambda: ops.flatten(tensors[::-1], layout, out=out), r"ValueError.* shape \(4,\), .*\(2, 3\)"),
+        (lambda: ops.flatten(tensors, layout, out=out[:9]), r"ValueError.*\(10,\).*got shape \(9,\)"),
+        (lambda: ops.flatten(other, layout, out=out), "TypeError.*tensor 1 is torch.float16"),
+        (lambda: ops.flatten(tensors, layout, out=out.long()), "TypeError.*got torch.int64"),
+        (lambda: ops.flatten(tensors, layout, out=out.to("meta")), "ValueError.*on .* and on meta"),
+        (lambda: ops.unflatten(out, layout, out=tensors[:1]), "ValueError.*unflatten.*got 1 tensors"),
+        (lambda: ops.compress_cast(out, out=out), "TypeError.*16 or bfloat16, but out is torch.float32"),
+        (lambda: ops.compress_cast(out.long(), out=out.half()), "TypeError.*compress_cast.*torch.int64"),
+        (lambda: ops.compress_cast(out, out=out[:9].half()), "ValueError.*10 elements .* an out of 9"),
+        (lambda: ops.compress_cast(out[::2], out=out[:5].half()), r"ValueError.*contig.*strides \(2,\)"),
+        (lambda: ops.decompress_cast(out.half().to("meta"), out=out), "ValueError.*on meta and on"),
+    ]
+    for call, message in cases:
+        with pytest.raises((TypeError, ValueError)) as caught:
             call()
+        assert re.match(message, repr(caught.value), re.DOTALL), caught.value
 
 
 def test_gradients_that_require_grad_are_only_data(device):

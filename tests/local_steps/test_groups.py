@@ -8,18 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradcomp.hooks import default_hooks
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
+from tests.local_steps.runs import hooked, nesterov
 from tests.reducer.models import run_cases
-
-HOOKS = {
-    "none": lambda: (None, None),
-    "bf16": lambda: (default_hooks.bf16_compress_hook, "group"),
-    "int4": lambda: (quantization_hook, QuantizationState(None, bits=4, block_size=16)),
-    "PowerSGD": lambda: (powerSGD_hook, PowerSGDState(None, 2, 2, min_compression_rate=1)),
-}
 
 
 def net(seed):
@@ -28,15 +19,10 @@ def net(seed):
 
 
 def made(seed, name, group, **options):
-    model, (hook, state) = net(seed), HOOKS[name]()
-    given = {"process_group": group}
-    if hook is not None:
-        state = group if state == "group" else state
-        given = {"hook": hook, "state": state}
-        if state is not group:
-            state.process_group, state.keep_undo = group, True
-    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    return model, LocalSteps(model, outer, **given, **options)
+    model, given = net(seed), hooked(name, group)
+    if name in ("int4", "PowerSGD"):
+        given["state"].keep_undo = True
+    return model, LocalSteps(model, nesterov(model), **given, **options)
 
 
 def learn(model, local_steps, rank, numbers):
@@ -198,7 +184,9 @@ def go_on_apart(rank, name):
 
 
 def test_halves_that_went_on_apart(run_ranks):
-    for one, *others in zip(*run_ranks(run_cases, 4, go_on_apart, [(name,) for name in HOOKS]), strict=True):
+    for one, *others in zip(
+        *run_ranks(run_cases, 4, go_on_apart, [("none",), ("bf16",), ("int4",), ("PowerSGD",)]), strict=True
+    ):
         assert all(
             torch.equal(ours, theirs) for other in others for ours, theirs in zip(one, other, strict=True)
         )

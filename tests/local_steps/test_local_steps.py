@@ -2,18 +2,21 @@
 
 import copy
 import io
-from itertools import accumulate
+import re
+from functools import partial
+from itertools import accumulate, product
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from gradcomp.hooks import default_hooks
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
 from gradcomp.testing import run_ranks
+from tests.local_steps.runs import hooked, nesterov
+from tests.training import train
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
@@ -38,28 +41,36 @@ def loss_of(model, rank, step):
 class Run:
     """One rank's model, inner optimizer and LocalSteps."""
 
-    def __init__(self, rank, group, outer=None, seed=0, **options):
+    def __init__(self, rank, group, outer=None, seed=0, hook="none", **options):
         self.rank, self.model = rank, net(seed)
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        outer = outer and outer(self.model.parameters())
-        if options.get("hook") is None:
-            options["process_group"] = group
-        self.local = LocalSteps(self.model, outer, **{"every": 6, **options})
+        given = {"every": 6, **hooked(hook, group), **options}
+        self.local, self.state = (
+            LocalSteps(self.model, outer and outer(self.model), **given),
+            given.get("state"),
+        )
+
+    def learn(self, start, stop):
+        """Take steps of the inner optimizer alone. Returns the losses."""
+        loss = partial(loss_of, rank=self.rank)
+        return train(
+            self.model, lambda m, number: loss(m, step=number), range(start, stop), optimizer=self.inner
+        )
 
     def steps(self, start, stop):
         losses = []
         for step in range(start, stop):
-            loss = loss_of(self.model, self.rank, step)
-            loss.backward()
-            self.inner.step()
-            self.inner.zero_grad()
+            losses += self.learn(step, step + 1)
             self.local.step()
-            losses.append(float(loss.detach()))
         return losses
 
     @property
     def weights(self):
-        return [each.detach().clone() for each in self.model.parameters()]
+        return copies(self.model)
+
+
+def copies(model):
+    return [each.detach().clone() for each in model.parameters()]
 
 
 def equal(ours, theirs):
@@ -93,13 +104,11 @@ def written_out(rank, group, num_outer, every):
 
     model = net()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    common = [each.detach().clone() for each in model.parameters()]
+    common = copies(model)
     momentum = [torch.zeros_like(each) for each in common]
     for outer in range(num_outer):
-        for step in range(outer * every, (outer + 1) * every):
-            loss_of(model, rank, step).backward()
-            inner.step()
-            inner.zero_grad()
+        steps = range(outer * every, (outer + 1) * every)
+        train(model, lambda m, step: loss_of(m, rank, step), steps, optimizer=inner)
         for weight, before, velocity in zip(model.parameters(), common, momentum, strict=True):
             moved = before - weight.detach()
             dist.all_reduce(moved, group=group)
@@ -107,11 +116,7 @@ def written_out(rank, group, num_outer, every):
             velocity.mul_(0.9).add_(moved)
             before.sub_(moved + 0.9 * velocity, alpha=0.7)
             weight.data.copy_(before)
-    return [each.detach().clone() for each in model.parameters()]
-
-
-def nesterov(parameters):
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+    return copies(model)
 
 
 def test_it_is_diloco():
@@ -151,9 +156,7 @@ def test_a_delayed_exchange_keeps_what_was_learned_meanwhile():
         begun = each.weights
         each.steps(6, 7)
         meanwhile = each.weights
-        loss_of(each.model, rank, 7).backward()
-        each.inner.step()
-        each.inner.zero_grad()
+        each.learn(7, 8)
         later = each.weights
         each.local.step()
         return before, begun, meanwhile, later, each.weights
@@ -169,11 +172,10 @@ def test_a_delayed_exchange_keeps_what_was_learned_meanwhile():
 @pytest.mark.parametrize("name", OPTIONS)
 def test_training_with_codes(name):
     def run(rank, group):
-        state = QuantizationState(group, bits=4, block_size=16)
-        each = Run(rank, group, hook=quantization_hook, state=state, **OPTIONS[name])
+        each = Run(rank, group, hook="int4", **OPTIONS[name])
         losses = each.steps(0, 120)
         each.local.join()
-        return losses, each.weights, state.compression_stats()[0]
+        return losses, each.weights, each.state.compression_stats()[0]
 
     results = run_ranks(run, 2)
     for losses, weights, rate in results:
@@ -182,19 +184,7 @@ def test_training_with_codes(name):
         assert rate > 3
 
 
-HOOKS = {
-    "bf16": lambda group: (default_hooks.bf16_compress_hook, group),
-    "int4": lambda group: (quantization_hook, QuantizationState(group, bits=4, block_size=16)),
-    "PowerSGD": lambda group: (powerSGD_hook, PowerSGDState(group, 2, 2)),
-}
-
-
-def hooked(name, group):
-    hook, state = HOOKS[name](group)
-    return {"hook": hook, "state": state}
-
-
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", ["bf16", "int4", "PowerSGD"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_resumed_run_has_equal_bits(name, hook):
     def reload(value):
@@ -204,27 +194,12 @@ def test_a_resumed_run_has_equal_bits(name, hook):
         return torch.load(file, weights_only=True)
 
     def run(rank, group):
-        each = Run(
-            rank,
-            group,
-            nesterov,
-            **dict(zip(("hook", "state"), HOOKS[hook](group), strict=True)),
-            **OPTIONS[name],
-        )
+        each, again = (Run(rank, group, nesterov, seed, hook, **OPTIONS[name]) for seed in (0, 7))
         each.steps(0, 19)
-        parts = {"model": each.model, "inner": each.inner, "local": each.local}
-        saved = reload({name: part.state_dict() for name, part in parts.items()})
-        again = Run(
-            rank,
-            group,
-            nesterov,
-            7,
-            **dict(zip(("hook", "state"), HOOKS[hook](group), strict=True)),
-            **OPTIONS[name],
-        )
-        again.model.load_state_dict(saved["model"])
-        again.inner.load_state_dict(saved["inner"])
-        again.local.load_state_dict(saved["local"])
+        parts = ("model", "inner", "local")
+        saved = reload({part: getattr(each, part).state_dict() for part in parts})
+        for part in parts:
+            getattr(again, part).load_state_dict(saved[part])
         each.steps(19, 40)
         again.steps(19, 40)
         return each.weights, again.weights
@@ -233,12 +208,12 @@ def test_a_resumed_run_has_equal_bits(name, hook):
         assert equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_ranks_that_have_no_more_data(name):
+@pytest.mark.parametrize(("name", "hook"), [*product(OPTIONS, ["none"]), ("fragments", "int4")])
+def test_ranks_that_have_no_more_data(name, hook):
     """They take part until all have joined, and count no longer. All end with equal weights."""
 
     def run(rank, group):
-        each = Run(rank, group, **OPTIONS[name])
+        each = Run(rank, group, hook=hook, **OPTIONS[name])
         each.steps(0, (20, 31, 13)[rank])
         each.local.join()
         return each.weights
@@ -294,52 +269,48 @@ def test_the_inner_gradients_stay():
     assert run_ranks(run, 2) == [True] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 0}, "every is 0, but must be an int and at least 1"),
-        ({"every": 2.0}, "every is 2.0"),
-        ({"fragments": 0}, "fragments is 0"),
-        ({"fragments": 4}, "every is 6, but must be a multiple of fragments, 4"),
-        ({"fragments": 7, "every": 7}, "fragments is 7, but the model has 6 trainable parameters"),
-        ({"delay": 6}, "delay is 6, but must be below 6, the steps between two exchanges"),
-        ({"delay": -1}, "delay is -1"),
-    ],
-)
-def test_numbers_that_do_not_fit(options, message):
+INT4 = partial(hooked, "int4")
+# (the error and its message, LocalSteps' arguments of a model with a rank and its group)
+REFUSED = [
+    ("ValueError.*every is 0, but must be an int and at least 1", lambda m, r, g: {"every": 0}),
+    ("ValueError.*every is 2.0", lambda m, r, g: {"every": 2.0}),
+    ("ValueError.*fragments is 0", lambda m, r, g: {"fragments": 0}),
+    ("ValueError.*every is 6, but .* multiple of fragments, 4", lambda m, r, g: {"every": 6, "fragments": 4}),
+    ("ValueError.*fragments is 7, .* 6 trainable parameters", lambda m, r, g: {"every": 7, "fragments": 7}),
+    ("ValueError.*delay is 6, but must be below 6, the steps", lambda m, r, g: {"every": 6, "delay": 6}),
+    ("ValueError.*delay is -1", lambda m, r, g: {"delay": -1}),
+    ("TypeError.*LocalSteps takes a model, got None", lambda m, r, g: {"model": None}),
+    ("TypeError.*an optimizer as its outer_opt.*got 0.7", lambda m, r, g: {"outer_optimizer": 0.7}),
+    ("ValueError.* 6 .* which are not the model's", lambda m, r, g: {"outer_optimizer": nesterov(net())}),
+    ("ValueError.*no trainable parameters", lambda m, r, g: {"model": nn.Identity()}),
+    ("ValueError.*in its state, not as process_group", lambda m, r, g: {**INT4(g), "process_group": g}),
+    ("TypeError.*a QuantizationState as its state, got None", lambda m, r, g: {"hook": quantization_hook}),
+    ("TypeError.*a PowerSGDState as its state, got an", lambda m, r, g: {**INT4(g), "hook": powerSGD_hook}),
+    ("ValueError.*has a state, .* without the hook", lambda m, r, g: {"state": QuantizationState(g)}),
+    ("TypeError.*a hook that is called with .*got 'int4'", lambda m, r, g: {"hook": "int4"}),
+    (".*LocalSteps differs between the ranks: every is 5 on rank 0 and 6", lambda m, r, g: {"every": 5 + r}),
+    (
+        r".*LocalSteps differs between the ranks: outer optimizer\[1\] is",
+        lambda m, r, g: {"outer_optimizer": torch.optim.SGD(m.parameters(), lr=0.5 + 0.1 * r)},
+    ),
+]
+
+
+def test_what_is_refused():
     def run(rank, group):
-        with pytest.raises(ValueError, match=message):
-            Run(rank, group, **options)
-
-    run_ranks(run, 2)
-
-
-def test_other_bad_arguments():
-    def run(rank, group):
-        with pytest.raises(TypeError, match="LocalSteps takes a model, got None"):
-            LocalSteps(None)
-        with pytest.raises(TypeError, match=r"takes an optimizer as its outer_optimizer, got 0\.7"):
-            LocalSteps(net(), 0.7, process_group=group)
-        with pytest.raises(
-            ValueError, match="outer_optimizer has 6 trainable parameters, which are not the model's"
-        ):
-            LocalSteps(net(), nesterov(net().parameters()), process_group=group)
-        with pytest.raises(ValueError, match="no trainable parameters"):
-            LocalSteps(nn.Identity(), process_group=group)
+        for message, arguments_of in REFUSED:
+            model = net()
+            given = {"model": model, **arguments_of(model, rank, group)}
+            given = given if given.keys() & {"hook", "state"} else {"process_group": group, **given}
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+                LocalSteps(
+                    **given if "hook" in given or "state" in given else {"process_group": group, **given}
+                )
+            assert re.match(message, repr(caught.value)), caught.value
         local = LocalSteps(net(), process_group=group)
         with pytest.raises(KeyError, match="LocalSteps loads the entries"):
             local.load_state_dict({"common": {}})
         with pytest.raises(ValueError, match="weights of another model"):
             local.load_state_dict({**local.state_dict(), "common": {}})
-
-    run_ranks(run, 1)
-
-
-def test_unlike_ranks():
-    def run(rank, group):
-        with pytest.raises(
-            RuntimeError, match="LocalSteps differs between the ranks: every is 5 on rank 0 and 6"
-        ):
-            Run(rank, group, every=5 + rank)
 
     run_ranks(run, 2)

@@ -11,46 +11,26 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from gradcomp.compress import load_from_dcp, per_rank_state_dict
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
 from tests.fsdp.models import Net, batch_of, local, new_grid, sharded
+from tests.local_steps.runs import hooked, nesterov
 from tests.reducer.models import run_cases
+from tests.training import train as train_steps
 
 OPTIONS = {
     "plain": {"every": 2},
     "fragments": {"every": 6, "fragments": 3},
     "delay": {"every": 3, "delay": 2},
 }
-HOOKS = {
-    "none": lambda: (None, None),
-    "int4": lambda: (quantization_hook, QuantizationState(None, bits=4, block_size=16)),
-    "PowerSGD": lambda: (powerSGD_hook, PowerSGDState(None, 2, 2, min_compression_rate=1)),
-}
-
-
-def nesterov(model):
-    return torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-
-
-def made(model, group, hook="none", **options):
-    hook, state = HOOKS[hook]()
-    given = {"process_group": group}
-    if hook is not None:
-        state.process_group, given = group, {"hook": hook, "state": state}
-    return LocalSteps(model, nesterov(model), **given, **options), state
 
 
 def train(model, local_steps, rank, numbers, average=lambda model: None):
-    inner = torch.optim.SGD(model.parameters(), lr=0.02)
+    def loss_of(model, number):
+        x = batch_of(rank, number)
+        return (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
+
     for number in numbers:
-        loss = (
-            (model(batch_of(rank, number)) - batch_of(rank, number).sum(dim=1, keepdim=True)).square().mean()
-        )
-        loss.backward()
-        average(model)
-        inner.step()
-        inner.zero_grad()
+        train_steps(model, loss_of, [number], lr=0.02, before_update=lambda step: average(model))
         local_steps.step()
 
 
@@ -79,7 +59,7 @@ def beside_whole(rank, name):
     model.spare.requires_grad_(False)
     reference.spare.requires_grad_(False)
     for each, mean in ((model, lambda model: None), (reference, average)):
-        local_steps, _ = made(each, grid.replicas, **options)
+        local_steps = LocalSteps(each, nesterov(each), process_group=grid.replicas, **options)
         train(each, local_steps, rank, range(13), mean)
         before = [p.detach() for p in each.parameters() if p.requires_grad]
         before = [getattr(p, "full_tensor", p.clone)() for p in before]
@@ -105,9 +85,8 @@ def sum_of_errors(rank, name):
     grid = new_grid()
     torch.manual_seed(0)
     model = sharded(grid.shards, Net())
-    hook, state = HOOKS[name]()
-    state.process_group = grid.replicas
-    local_steps = LocalSteps(model, every=1, hook=hook, state=state)
+    given = hooked(name, grid.replicas)
+    local_steps = LocalSteps(model, every=1, **given)
     start = [local(each) for each in model.parameters()]
     own = [torch.zeros_like(each, dtype=torch.float64) for each in start]
     for number in range(8):
@@ -119,7 +98,7 @@ def sum_of_errors(rank, name):
                 total += moved
         local_steps.step()
     moved = [local(each).double() - old for each, old in zip(model.parameters(), start, strict=True)]
-    entries = state.state.items()
+    entries = given["state"].state.items()
     errors = {key[len("local_steps(") : -1]: entry["error"] for key, entry in entries if "error" in entry}
     held = [
         errors[key].double() if key in errors else torch.zeros_like(total)
@@ -150,8 +129,8 @@ def checkpoint(rank, folder):
 
     def start(grid, seed, hook="none"):
         torch.manual_seed(seed)
-        model = sharded(grid.shards, Net())
-        return model, *made(model, grid.replicas, hook, every=3, fragments=3)
+        model, given = sharded(grid.shards, Net()), hooked(hook, grid.replicas)
+        return model, LocalSteps(model, nesterov(model), every=3, fragments=3, **given), given.get("state")
 
     def own_name(grid):
         return f"site {grid.replicas.rank()}"

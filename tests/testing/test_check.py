@@ -56,10 +56,7 @@ def test_our_hooks_hold_what_they_claim(name):
 def test_our_kernels_too(name, monkeypatch, device):
     """Under the interpreter, or on the GPU, hooks are checked on few and small workloads."""
     only = [
-        "averages",
-        "replicas_identical",
-        "exact_up_to_rank",
-        "error_feedback_identity",
+        *("averages", "replicas_identical", "exact_up_to_rank", "error_feedback_identity"),
         "nonfinite_seen_by_all",
     ]
     device = device.type
@@ -80,10 +77,7 @@ def test_our_kernels_too(name, monkeypatch, device):
 def test_three_ranks_and_other_dtypes():
     dtypes = (torch.float64, torch.bfloat16, torch.float16)
     only = [
-        "averages",
-        "error_feedback_identity",
-        "exact_up_to_rank",
-        "finite_in_finite_out",
+        *("averages", "error_feedback_identity", "exact_up_to_rank", "finite_in_finite_out"),
         "rank_permutation",
     ]
     options = {"world_size": 3, "max_examples": 6, "dtypes": dtypes, "only": only}

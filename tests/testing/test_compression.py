@@ -1,6 +1,7 @@
 """Tests of compression_report: its numbers against arithmetic by hand and theory, its table, its errors."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -110,20 +111,12 @@ def test_powersgd_from_its_first_compressed_step(module):
 
 def test_warm_start_comes_near_the_best_and_error_feedback_makes_good():
     gradients = [normal(40, 30) / torch.arange(1, 31)]
-    without = [
-        compression_report(
-            powerSGD_hook.powerSGD_hook,
-            gradients,
-            make_state=power_sgd(use_error_feedback=False),
-            steps=steps,
-        ).overall
-        for steps in (1, 16)
-    ]
+    report = partial(compression_report, powerSGD_hook.powerSGD_hook, gradients)
+    make_state = power_sgd(use_error_feedback=False)
+    without = [report(make_state=make_state, steps=steps).overall for steps in (1, 16)]
     assert without[0].energy_kept < 0.98 * without[1].energy_kept
     assert 0.999 * without[1].best_energy < without[1].energy_kept <= without[1].best_energy
-    feedback = compression_report(
-        powerSGD_hook.powerSGD_hook, gradients, make_state=power_sgd(), steps=16
-    ).overall
+    feedback = report(make_state=power_sgd(), steps=16).overall
     assert feedback.accumulated_error < 0.8 * without[1].accumulated_error
 
 

@@ -56,16 +56,8 @@ def test_the_signal_has_its_spectrum_and_scale(spectrum):
 
 
 def test_a_mean_of_noisy_low_rank_gradients_has_low_rank():
-    workload = Workload(
-        ((24, 16),),
-        world_size=3,
-        steps=2,
-        spectra=("low_rank",),
-        rank=2,
-        noise=1.0,
-        drift=0.5,
-        dtype=torch.float64,
-    )
+    options = {"spectra": ("low_rank",), "rank": 2, "noise": 1.0, "drift": 0.5, "dtype": torch.float64}
+    workload = Workload(((24, 16),), world_size=3, steps=2, **options)
     for step in range(2):
         values = torch.linalg.svdvals(workload.mean(step)[0])
         assert values[1] > 0.01 * values[0]

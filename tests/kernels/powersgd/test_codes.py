@@ -17,15 +17,9 @@ def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, uncompressed_
     wide = torch.promote_types(dtype, FP32)
     (plan,) = plans_of(shapes, rank, dtype, device, wire_dtype=wide)
     p_numels, uncompressed_numel, q_numels = plan.wire_numels
+    options = {"bits": 8, "error_feedback": False, "uncompressed_dtype": uncompressed_dtype or dtype}
     codes = [
-        ops.quantized_plan(
-            BlockLayout(parts, SIZE, world_size),
-            wide,
-            device,
-            bits=8,
-            error_feedback=False,
-            uncompressed_dtype=uncompressed_dtype or dtype,
-        )
+        ops.quantized_plan(BlockLayout(parts, SIZE, world_size), wide, device, **options)
         for parts in ([(1, sum(p_numels)), (uncompressed_numel,)], [(1, sum(q_numels))])
     ]
     return plan, codes

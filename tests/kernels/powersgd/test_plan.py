@@ -22,15 +22,7 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SHAPES = [(70, 45), (13,), (9, 5, 3), (33, 130), (70, 45), (4,)]
 # Operations of torch that launch nothing and allocate nothing.
 VIEWS = {
-    "view",
-    "_unsafe_view",
-    "slice",
-    "select",
-    "detach",
-    "alias",
-    "as_strided",
-    "t",
-    "transpose",
+    *("view", "_unsafe_view", "slice", "select", "detach", "alias", "as_strided", "t", "transpose"),
     "expand",
 }
 

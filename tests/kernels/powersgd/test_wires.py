@@ -56,16 +56,8 @@ def test_a_step(dtype, wire_dtype, rank, device):
 def test_factors_have_the_same_place_on_the_wire(device):
     """Both plans' wires are columns one after another. The kernels' columns are padded to 16 bytes."""
     (plan,) = plans_of(MIXED, 3, FP32, device, wire_dtype=FP32)
-    plain = PlainPlan(
-        plan.layout,
-        FP32,
-        torch.device("cpu"),
-        error_feedback=False,
-        warm_start=True,
-        epsilon=0.0,
-        seed=0,
-        wire_dtype=FP32,
-    )
+    options = {"error_feedback": False, "warm_start": True, "epsilon": 0.0, "seed": 0, "wire_dtype": FP32}
+    plain = PlainPlan(plan.layout, FP32, torch.device("cpu"), **options)
     plain.load(plain.error(), [direction.cpu() for direction in plan.directions()])
     (grad,) = random_grads(plan.layout, FP32, device, 0)
     plan.project(grad, 1.0)

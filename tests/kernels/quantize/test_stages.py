@@ -391,13 +391,8 @@ def test_one_exchange(bits, dtype, num_senders, feedback, device):
 def test_sums_of_16_bits_are_in_fp32(dtype, device):
     """Three equal numbers' sum isn't rounded twice."""
     layout = BlockLayout([(5,)] * 3, 16, 3)
-    options = {
-        "bits": 8,
-        "error_feedback": False,
-        "uncompressed_dtype": dtype,
-        "only_sums": True,
-        "divisor": 1,
-    }
+    options = {"bits": 8, "error_feedback": False, "uncompressed_dtype": dtype}
+    options |= {"only_sums": True, "divisor": 1}
     plans = [ops.quantized_plan(layout, torch.float32, device, **options) for _ in range(3)]
     grads = [torch.full((15,), 1 + 2.0**-7, device=device) for _ in plans]
     for output in sums_of(plans, grads, [None] * 3, torch.float32)[0]:

@@ -27,28 +27,16 @@ def ours(process_group, rank=1):
 
 
 # The defects of torch 2.13's hooks, as check_hook found them.
+ONE = Workload(((1, 1),), steps=3)
+ZEROS = Workload(((3, 7),), steps=3, spectra=("zero",))
+TWO_BUCKETS = Workload(((1, 1), (1, 1)), ((0,), (1,)), steps=3)
 DEFECTS = [
-    (
-        "completes",
-        "powerSGD_hook",
-        Workload(((1, 1), (1, 1)), ((0,), (1,)), steps=3),
-        "ranks disagree on collective",
-    ),
-    ("completes", "batched_powerSGD_hook", Workload(((1, 1),), steps=3), "raised AssertionError"),
-    (
-        "finite_in_finite_out",
-        "powerSGD_hook",
-        Workload(((3, 7),), steps=3, spectra=("zero",)),
-        "got nan in 21 of 21",
-    ),
-    (
-        "nonfinite_seen_by_all",
-        "powerSGD_hook",
-        Workload(((1, 1),), steps=3, poison=(2, 0, 0, math.inf)),
-        "step 3, .* after",
-    ),
-    ("no_error_where_exact", "powerSGD_hook", Workload(((1, 1),), steps=3, noise=0.1), "expected no error"),
-    ("checkpoint_round_trip", "powerSGD_hook", Workload(((1, 1),), steps=3), "UnpicklingError"),
+    ("completes", "powerSGD_hook", TWO_BUCKETS, "ranks disagree on collective"),
+    ("completes", "batched_powerSGD_hook", ONE, "raised AssertionError"),
+    ("finite_in_finite_out", "powerSGD_hook", ZEROS, "got nan in 21 of 21"),
+    ("nonfinite_seen_by_all", "powerSGD_hook", replace(ONE, poison=(2, 0, 0, math.inf)), "step 3, .* after"),
+    ("no_error_where_exact", "powerSGD_hook", replace(ONE, noise=0.1), "expected no error"),
+    ("checkpoint_round_trip", "powerSGD_hook", ONE, "UnpicklingError"),
 ]
 
 
@@ -65,26 +53,19 @@ def test_torchs_defects_are_found_and_ours_has_none_of_them(name, hook, workload
 
 def test_torchs_powersgd_fills_zero_rows_and_ours_does_not():
     workload = Workload(((13, 24),), steps=3, masked=0.5)
-    with pytest.raises(
-        PropertyFailure,
-        match=r"(?s)zero_stays_zero: claimed keeps_zeros lines; step 2, .* expected 0, .* such elements",
-    ):
+    message = r"(?s)zero_stays_zero: claimed keeps_zeros lines; step 2, .* expected 0, .* such elements"
+    with pytest.raises(PropertyFailure, match=message):
         properties.zero_stays_zero(torch_powerSGD.powerSGD_hook, partial(theirs, rank=4), workload)
     properties.zero_stays_zero(powerSGD.powerSGD_hook, partial(ours, rank=4), workload)
 
 
 def test_torchs_fp16_hook_overflows_before_it_divides():
-    claims = claims_of(default_hooks.fp16_compress_hook)
-    small = Workload(((1, 1),), noise=0.1)
-    for workload, message in (
-        (small, "1 of 1 elements, with log2_factor=16"),
-        (replace(small, log2_factor=16), "1 of 1"),
-    ):
+    check = partial(properties.finite_in_finite_out, claims=claims_of(default_hooks.fp16_compress_hook))
+    for factor, message in ((0, "1 of 1 elements, with log2_factor=16"), (16, "1 of 1")):
+        workload = Workload(((1, 1),), noise=0.1, log2_factor=factor)
         with pytest.raises(PropertyFailure, match=f"got inf in {message}"):
-            properties.finite_in_finite_out(
-                torch_default_hooks.fp16_compress_hook, None, workload, claims=claims
-            )
-        properties.finite_in_finite_out(default_hooks.fp16_compress_hook, None, workload, claims=claims)
+            check(torch_default_hooks.fp16_compress_hook, None, workload)
+        check(default_hooks.fp16_compress_hook, None, workload)
 
 
 def test_torchs_quantizing_hook_does_not_run_on_gloo_before_torch_2_15():
