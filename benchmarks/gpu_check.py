@@ -73,7 +73,7 @@ REDUCER = (
     "tests/parallel/test_training.py",
     "tests/parallel/test_state.py",
     "tests/parallel/test_join.py",
-    "tests/fsdp/test_compressed.py",
+    "tests/fsdp/test_feedback.py",
 )
 # On a CPU, which interprets kernels, a part has every Nth of its tests, unless --tests chooses some.
 EVERY_ON_CPU = 16

@@ -21,36 +21,35 @@ FOREIGN = {"git", "cd", "torchft_lighthouse"}
 
 def problem_of(command: str) -> str | None:
     """Return the problem of a line in a shell block; None for a correct line or a comment."""
-    words = shlex.split(command, comments=True)
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        words = words[1:]
-    if not words or words[0] in FOREIGN:
+    words = re.sub(r"^([A-Z_]+=\S* +)+", "", command.strip())
+    program, *arguments = shlex.split(words, comments=True) or [""]
+    if not program or program in FOREIGN:
         return None
-    program, arguments = words[0], words[1:]
     if program == "make":
-        return _problem_of_make(arguments)
-    if program in {"python", "python3"}:
-        return _problem_of_python(arguments)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        names = [each for each in arguments if "=" not in each]
+        unknown = [name for name in names if name not in targets]
+        return f"the Makefile has no {unknown}" if unknown or not names else None
     if program == "torchrun":
-        return _problem_of_python(_without_torchruns_options(arguments))
-    if program == "pip" and arguments[:1] == ["install"]:
-        return _problem_of_pip(arguments[1:])
+        # Every option except --standalone has a value.
+        while arguments and arguments[0].startswith("--"):
+            del arguments[: 1 if arguments[0] == "--standalone" or "=" in arguments[0] else 2]
+    if program in {"python", "python3", "torchrun"}:
+        return _problem_of_python(arguments)
+    if [program, *arguments[:1]] == ["pip", "install"]:
+        extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
+        known = set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
+        own = [re.fullmatch(r"(?:\.|gradcomp)\[([\w,]+)\]", argument) for argument in arguments]
+        unknown = [found[1] for found in own if found and not known.issuperset(found[1].split(","))]
+        return f"pyproject.toml has no extra {unknown[0]}" if unknown else None
     return f"{program!r} is no command that is known here"
-
-
-def _problem_of_make(arguments: Sequence[str]) -> str | None:
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    names = [each for each in arguments if "=" not in each]
-    unknown = [name for name in names if name not in targets]
-    return f"the Makefile has no {unknown}" if unknown or not names else None
 
 
 def _problem_of_python(arguments: Sequence[str]) -> str | None:
     if arguments[:1] != ["-m"]:
-        if not arguments or not (ROOT / arguments[0]).is_file():
-            return f"there is no file {arguments[:1]}"
-        return None
-    module, rest = arguments[1], list(arguments[2:])
+        is_file = arguments and (ROOT / arguments[0]).is_file()
+        return None if is_file else f"there is no file {arguments[:1]}"
+    module, *rest = arguments[1:]
     if importlib.util.find_spec(module) is None:
         return f"there is no module {module}"
     if module != "gradcomp" or not rest:
@@ -63,22 +62,4 @@ def _problem_of_python(arguments: Sequence[str]) -> str | None:
             PARSERS[rest[0]]().parse_args(rest[1:])
     except SystemExit:
         return said.getvalue().strip()
-    return None
-
-
-def _without_torchruns_options(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the arguments after torchrun's options; every option except --standalone has a value."""
-    rest = list(arguments)
-    while rest and rest[0].startswith("--"):
-        rest = rest[1 if rest[0] == "--standalone" or "=" in rest[0] else 2 :]
-    return rest
-
-
-def _problem_of_pip(arguments: Sequence[str]) -> str | None:
-    project = (ROOT / "pyproject.toml").read_text()
-    known = set(re.findall(r"^(\w+) = \[", project.split("[project.optional-dependencies]")[1], re.MULTILINE))
-    for argument in arguments:
-        own = re.fullmatch(r"(?:\.|gradcomp)\[([\w,]+)\]", argument)
-        if own and not known.issuperset(own[1].split(",")):
-            return f"pyproject.toml has no extra {own[1]}"
     return None

@@ -51,13 +51,8 @@ def locked(path: Path) -> Iterator[None]:
 
 def build(folder: Path) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)],
-        cwd=ROOT,
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)], cwd=ROOT, text=True,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=BUILD_TIMEOUT_S,
-        check=False,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=BUILD_TIMEOUT_S, check=False,
+    )  # fmt: skip
     return done.returncode, done.stdout

@@ -40,9 +40,9 @@ def new_model() -> Model:
     return Model()
 
 
-def train(model: nn.Module, local_steps: Any = None) -> None:
+def train(model: nn.Module, local_steps: Any = None, optimizer: Any = None) -> None:
     """Train on different data on every rank; raise if the ranks' weights then differ."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -50,6 +50,10 @@ def train(model: nn.Module, local_steps: Any = None) -> None:
         optimizer.step()
     if local_steps is not None:
         local_steps.join()
+    check_equal(model)
+
+
+def check_equal(model: nn.Module) -> None:
     weights = [torch.zeros(()) for _ in range(dist.get_world_size())]
     dist.all_gather(weights, sum_of(model))
     assert all(torch.equal(weights[0], other) for other in weights), f"the ranks' weights differ: {weights}"
@@ -82,20 +86,10 @@ def run_in_rank(rank: int, blocks: Sequence[Block], folder: str) -> None:
 
 def namespace(rank: int) -> dict[str, Any]:
     """Return the names that every page may use; BEFORE adds names for single blocks."""
-    return {
-        "__name__": "documented",
-        "DistributedDataParallel": DistributedDataParallel,
-        "default_hooks": default_hooks,
-        "dist": dist,
-        "gradcomp": gradcomp,
-        "new_model": new_model,
-        "nn": nn,
-        "powerSGD": powerSGD_hook,
-        "rank": rank,
-        "torch": torch,
-        "train": train,
-        "world_size": dist.get_world_size(),
-    }
+    given = (DistributedDataParallel, check_equal, new_model, train)
+    names = {each.__name__: each for each in given} | {"powerSGD": powerSGD_hook, "rank": rank}
+    names |= {"default_hooks": default_hooks, "dist": dist, "gradcomp": gradcomp, "nn": nn, "torch": torch}
+    return {"__name__": "documented", "world_size": dist.get_world_size(), **names}
 
 
 def averaged(names: dict[str, Any]) -> Iterable[nn.Module]:

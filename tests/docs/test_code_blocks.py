@@ -30,7 +30,7 @@ def reasons_not_to_run(block):
 
 def test_documented_python_runs_on_two_ranks(run_ranks, tmp_path):
     assert {"README.md", "docs/hooks.md", "docs/powersgd.md"} <= {block.page for block in IN_RANKS}
-    run_ranks(run_in_rank, 2, IN_RANKS, str(tmp_path))
+    run_ranks(run_in_rank, 2, IN_RANKS, str(tmp_path), timeout_s=240)
 
 
 @pytest.mark.usefixtures("plain_torch")

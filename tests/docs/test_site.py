@@ -99,8 +99,9 @@ def test_the_reference_has_what_modules_export(site):
                 assert f"{module.__name__}.{name}" in anchors
 
 
-def links_module():
-    spec = importlib.util.spec_from_file_location("links", DOCS / "site" / "links.py")
+def site_module(name):
+    """Return a module of docs/site, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / "site" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -110,7 +111,7 @@ def test_links_out_of_the_site_lead_to_the_repository(site):
     page = "[a](hooks.md#four) [b](../README.md#x) [c](examples/fsdp.py) ![d](images/fsdp.svg) "
     page += "[e](../kernels)\n"
     code = "```\n[f](../nothing.md)\n```\n"
-    links = links_module()
+    links = site_module("links")
     found = links.with_links_to_repository(page + code, DOCS / "fsdp.md", DOCS)
     blob = "https://github.com/gradcomp/gradcomp/blob/main"
     assert found == (
@@ -120,21 +121,14 @@ def test_links_out_of_the_site_lead_to_the_repository(site):
 
 
 def test_a_link_to_a_file_that_does_not_exist_is_refused(site):
-    links = links_module()
+    links = site_module("links")
     with pytest.raises(links.PluginError, match=r"fsdp\.md links to \.\./nothing\.md"):
         links.with_links_to_repository("[a](../nothing.md)", DOCS / "fsdp.md", DOCS)
 
 
-def docstrings_module():
-    spec = importlib.util.spec_from_file_location("docstrings", DOCS / "site" / "docstrings.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_docstrings_list_their_arguments(site):
     text = "Do it. a, b: what\nis done. c(x): more: all.\nNone: of c. d (or e): d.\n\nExample::\n\n    f(a)\n"
-    assert docstrings_module().as_markdown(text, {"a", "b", "c", "d"}) == (
+    assert site_module("docstrings").as_markdown(text, {"a", "b", "c", "d"}) == (
         "Do it.\n\n- `a`, `b`: what is done.\n- `c(x)`: more: all. None: of c.\n- `d` (or e): d.\n\n"
         "Example:\n\n    f(a)\n"
     )

@@ -8,8 +8,35 @@ import pytest
 from tests.docs.code_blocks import ROOT
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
-# Messages that say what is wrong and what is accepted, a line each: the page could only repeat them.
-SELF_EXPLAINING = (ROOT / "tests/docs/self_explaining.txt").read_text().splitlines()
+# Words of messages that say what is wrong and what is accepted: the page could only repeat them.
+EXPLAINS = re.compile(
+    r"\b(takes?|must|should|needs?|got|only|instead|known are|can't|doesn't fit|goes with|[Ll]ikely cause)\b"
+    r"|, but |[:.] ([Gg]ive|[Cc]all|[Uu]se|[Ss]et|[Mm]ake|[Aa]pply|[Nn]ame|[Bb]uild|[Ww]rap|[Cc]ompress)\b"
+)
+# Others that do.
+SELF_EXPLAINING = [
+    "Cannot specify both process_group and device_mesh",
+    "Default process group has not been initialized",
+    "DistributedDataParallel is not needed when a module",
+    "Expected to have finished reduction in the prior iteration before starting a new one. Backward did not",
+    "backend … did not all-reduce a … tensor on",
+    "candidates has … twice: …",
+    "candidates: …",
+    "errors_of is rank",
+    "has a … but no error",
+    "has the unknown …",
+    "strongest is …, which is not one of the candidates",
+    "the checkpoint … has no '…': save",
+    "the clock of AutoState …",
+    "the state is compress_reduce_scatter's: it sums shards",
+    "trial: an entry has another type than a trial's: …",
+    "… has values that aren't finite",
+    "… implements neither average nor reduce",
+    "… is a DTensor",
+    "… is in the memory of the gradient of …",
+    "… has no process group after the quorum. Likely causes",
+    "… has no sharded parameters",
+]
 PACKAGES = ["comm", "compress", "frameworks", "fsdp", "hooks", "parallel", "reducer"]
 # Stands for the variable part of a message, in quotations and in strings from the source.
 VARIABLE = "…"
@@ -75,7 +102,7 @@ def test_what_is_quoted_is_in_the_source():
     trees.append(ast.parse((ROOT / "gradcomp" / "device.py").read_text()))
     texts = [text.replace("%s", VARIABLE) for tree in trees for text in texts_in(tree)]
     quoted = quotations(PAGE.read_text()) + SELF_EXPLAINING
-    assert len(quoted) > 100
+    assert len(quoted) > 30
     assert [each for each in quoted if not any(quotes(each, text) for text in texts)] == []
 
 
@@ -83,11 +110,9 @@ def test_every_message_is_quoted_or_explains_itself():
     quoted = quotations(PAGE.read_text()) + SELF_EXPLAINING
     texts = raised_texts()
     assert len(texts) > 80
-    assert [text for text in texts if not any(quotes(each, text) for each in quoted)] == []
-
-
-def test_no_message_is_listed_twice():
-    assert set(SELF_EXPLAINING).isdisjoint(quotations(PAGE.read_text()))
+    unclear = [text for text in texts if not EXPLAINS.search(text)]
+    assert [text for text in unclear if not any(quotes(each, text) for each in quoted)] == []
+    assert 10 < len(unclear) < len(texts) / 3
 
 
 @pytest.mark.parametrize(

@@ -99,21 +99,12 @@ def in_lightning(folder):
 
     state = PowerSGDState(None, 2, 2)
     data = DataLoader(TensorDataset(torch.randn(32, 16)), batch_size=8)
+    stopping = EarlyStopping("constant", patience=1, check_on_train_epoch_end=True)
     trainer = pl.Trainer(
-        strategy="ddp_find_unused_parameters_true",
-        accelerator="cpu",
-        devices=2,
-        max_epochs=10,
-        logger=False,
-        default_root_dir=folder,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            EarlyStopping("constant", patience=1, check_on_train_epoch_end=True),
-            CommHookCallback(state, powerSGD_hook),
-            ModelCheckpoint(folder),
-        ],
-    )
+        strategy="ddp_find_unused_parameters_true", accelerator="cpu", devices=2, max_epochs=10, logger=False,
+        default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[stopping, CommHookCallback(state, powerSGD_hook), ModelCheckpoint(folder)],
+    )  # fmt: skip
     model = Gan()
     trainer.fit(model, data)
     assert 0 < trainer.current_epoch < 10, "early stopping stops"

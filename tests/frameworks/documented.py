@@ -1,6 +1,6 @@
-"""Run the Python blocks of pages of docs/frameworks on this rank, with the code that they need around them.
+"""Run the Python blocks of a page of docs/frameworks on this rank, with the code that they need around them.
 
-torchrun --nproc-per-node 2 tests/frameworks/documented.py folder page [page ...]
+torchrun --nproc-per-node 2 tests/frameworks/documented.py folder page
 """
 
 import gc
@@ -11,9 +11,8 @@ import torch.distributed as dist
 import torch.distributed.optim  # before a process group exists, which some of torch's functions would keep
 from torch import nn
 
-import gradcomp  # noqa: F401  likewise
 from tests.docs.code_blocks import ROOT, blocks_in
-from tests.docs.preambles import RUN_ELSEWHERE
+from tests.docs.running import execute, execute_block
 
 
 def new_model():
@@ -40,31 +39,8 @@ def same_on_all_ranks(tensors):
     assert all(torch.equal(mine, each) for each in all_of_them)
 
 
-DDP = """
-from torch.nn.parallel import DistributedDataParallel
-from gradcomp.frameworks import CommHook
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-if not dist.is_initialized():
-    dist.init_process_group("gloo")
-model = new_model()
-"""
-
 # (page, block's number) -> the code that runs before the block; AFTER has the code that runs after it.
 BEFORE = {
-    ("torchrun", 0): DDP,
-    ("torch_compile", 0): DDP,
-    ("zero_redundancy", 0): DDP + "from torch.distributed.optim import ZeroRedundancyOptimizer",
-    ("local_steps", 0): DDP
-    + """
-from torch import nn
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-width = next(model.parameters()).shape[1]
-batches = []
-for _ in range(40):
-    x = torch.randn(8, width)
-    batches.append((x, torch.zeros_like(model(x))))
-""",
     ("accelerate", 0): """
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
@@ -123,10 +99,6 @@ model = GPT2LMHeadModel(GPT2Config(
 """,
 }
 AFTER = {
-    ("torchrun", 0): "train(model); assert state.iter == 4",
-    ("torch_compile", 0): "train(model)",
-    ("zero_redundancy", 0): "train(model, optimizer)",
-    ("local_steps", 0): "same_on_all_ranks(list(model.parameters())); assert state.iter == 3",
     ("accelerate", 0): "train(model, optimizer, accelerator.backward); accelerator.save_state(folder)",
     ("accelerate", 1): """
 train(model, None, accelerator.backward, num_steps=12)
@@ -145,36 +117,23 @@ same_on_all_ranks(model.parameters())
 assert [each for each in trainer.callback_handler.callbacks if isinstance(each, CommHookCallback)]
 """,
 }
-# Replacements in a page's code, for two CPU processes of torchrun.
-INSTEAD = {
-    ("lightning", 0): {
-        'strategy="ddp"': 'strategy="ddp", accelerator="cpu", devices=2, max_epochs=1, logger=False, '
-        "enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
-    }
-}
 
 
 def run(page, folder):
-    namespace = {name: globals()[name] for name in ("torch", "dist", "nn", "new_model", "train")}
-    namespace |= {"same_on_all_ranks": same_on_all_ranks, "folder": folder}
-    path = ROOT / "docs" / "frameworks" / f"{page}.md"
-    blocks = [block for block in blocks_in(path.read_text(), page) if block.language == "python"]
-    # tests/docs/test_code_blocks.py runs the others.
-    blocks = [block for block in blocks if (f"docs/frameworks/{page}.md", block.number) in RUN_ELSEWHERE]
+    names = {name: globals()[name] for name in ("torch", "dist", "nn", "new_model", "train")}
+    names |= {"same_on_all_ranks": same_on_all_ranks, "folder": folder}
+    path = f"docs/frameworks/{page}.md"
+    blocks = [each for each in blocks_in((ROOT / path).read_text(), path) if each.language == "python"]
     assert blocks
     for block in blocks:
-        source = block.source
-        for old, new in INSTEAD.get(block.key, {}).items():
-            assert old in source
-            source = source.replace(old, new)
-        for part in (BEFORE[block.key], source, AFTER[block.key]):
-            exec(compile(part, f"{page}.md:{block.line}", "exec"), namespace)
-    namespace.clear()  # a logging handler still refers to it
+        execute(BEFORE[page, block.number], f"before {path}:{block.line}", names)
+        execute_block(block, names)
+        execute(AFTER[page, block.number], f"after {path}:{block.line}", names)
+    names.clear()  # a logging handler still refers to it
 
 
 if __name__ == "__main__":
-    for each in sys.argv[2:]:
-        run(each, sys.argv[1])
+    run(sys.argv[2], sys.argv[1])
     gc.collect()  # models hold the process group, whose threads must end before Python does
     dist.barrier()
     dist.destroy_process_group()

@@ -51,16 +51,10 @@ def in_lightning(folder):
     def fit(epochs, init_scale, is_manual, ckpt_path=None):
         precision = MixedPrecision("16-mixed", "cpu", scaler=scaler_of(init_scale))
         trainer = pl.Trainer(
-            max_epochs=epochs,
-            accelerator="cpu",
-            plugins=[precision],
-            callbacks=[Checked(QuantizationState(), quantization_hook)],
-            default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+            max_epochs=epochs, accelerator="cpu", plugins=[precision], default_root_dir=folder, logger=False,
+            callbacks=[Checked(QuantizationState(), quantization_hook)], enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
         data = DataLoader(TensorDataset(torch.randn(4, 4)), batch_size=2)
         trainer.fit(TwoOptimizerSteps(is_manual), data, ckpt_path=ckpt_path)
         trainer.save_checkpoint(f"{folder}/run.ckpt")

@@ -1,5 +1,7 @@
 """Test CommHook: a hook and its state for models that frameworks wrap."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from gradcomp.hooks.default_hooks import bf16_compress_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.kept import error_in
+from tests.reducer.models import run_cases
 
 
 class Wrapped(nn.Module):
@@ -48,9 +51,9 @@ def registered_inside(rank, wrapper):
     return state.iter
 
 
-@pytest.mark.parametrize("wrapper", [DistributedDataParallel, gradcomp.DistributedDataParallel])
-def test_the_ddp_inside_of_other_modules_is_found(run_ranks, wrapper):
-    assert run_ranks(registered_inside, 2, wrapper) == [1, 1]
+def test_the_ddp_inside_of_other_modules_is_found(run_ranks):
+    cases = [(DistributedDataParallel,), (gradcomp.DistributedDataParallel,)]
+    assert run_ranks(run_cases, 2, registered_inside, cases) == [[1, 1]] * 2
 
 
 def misfits(rank):
@@ -179,22 +182,24 @@ def followed(rank, name, options):
     return run.lost(), run.comm_hook.state.iter
 
 
-@pytest.mark.parametrize(
-    ("options", "num_skipped"),
-    [
-        ({}, 3),
-        ({"scale": 2.0**16}, 3),  # which never falls
-        ({"optimizers": (("weight",), ("bias",))}, 0),  # one of which steps
-        ({"optimizers": (("bias",), ("weight",))}, 0),
-        ({"num_backwards": 2}, 3),  # without no_sync: of those the last comes back
-    ],
-)
-@pytest.mark.parametrize("name", HOOKS)
-def test_errors_follow_a_scaler_and_the_steps_that_it_skips(run_ranks, name, options, num_skipped):
-    for lost, num_steps in run_ranks(followed, 2, name, options):
-        num_backwards = options.get("num_backwards", 1)
-        assert num_steps == 8 * num_backwards - num_skipped
-        assert lost < 1e-5 or num_backwards > 1
+# (Run's options, the steps that the scaler skips)
+OPTIONS = [
+    ({}, 3),
+    ({"scale": 2.0**16}, 3),  # which never falls
+    ({"optimizers": (("weight",), ("bias",))}, 0),  # one of which steps
+    ({"optimizers": (("bias",), ("weight",))}, 0),
+    ({"num_backwards": 2}, 3),  # without no_sync: of those the last comes back
+]
+
+
+def test_errors_follow_a_scaler_and_the_steps_that_it_skips(run_ranks):
+    cases = list(product(HOOKS, OPTIONS))
+    of_ranks = run_ranks(run_cases, 2, followed, [(name, options) for name, (options, _) in cases])
+    for results in of_ranks:
+        for (name, (options, num_skipped)), (lost, num_steps) in zip(cases, results, strict=True):
+            num_backwards = options.get("num_backwards", 1)
+            assert num_steps == 8 * num_backwards - num_skipped, (name, options)
+            assert lost < 1e-5 or num_backwards > 1, (name, options)
 
 
 def followed_after_a_resume(rank, name, scale):
@@ -216,10 +221,10 @@ def followed_after_a_resume(rank, name, scale):
     return second.lost()
 
 
-@pytest.mark.parametrize("scale", ["of the checkpoint", "new", None])
-@pytest.mark.parametrize("name", HOOKS)
-def test_errors_follow_the_scaler_of_a_resumed_run(run_ranks, name, scale):
-    assert max(run_ranks(followed_after_a_resume, 2, name, scale)) < 1e-5
+def test_errors_follow_the_scaler_of_a_resumed_run(run_ranks):
+    cases = list(product(HOOKS, ["of the checkpoint", "new", None]))
+    for lost in run_ranks(run_cases, 2, followed_after_a_resume, cases):
+        assert max(lost) < 1e-5, list(zip(cases, lost, strict=True))
 
 
 def followed_too_late(rank):

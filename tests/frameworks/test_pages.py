@@ -1,27 +1,15 @@
 """Run the Python blocks of docs/frameworks on two processes, or find their lines in the recipe that runs."""
 
-import re
-
 import pytest
 
 from tests.docs.code_blocks import ROOT, blocks_in
-from tests.frameworks.recipes import EXAMPLES, PAGES, run
+from tests.frameworks.recipes import EXAMPLES, IN_FRAMEWORKS, IN_RECIPES, PAGES, run
 from tests.programs import TORCHRUN
 
-TOGETHER = [
-    ("accelerate",),
-    ("fabric",),
-    ("lightning",),
-    ("transformers",),
-    ("torchrun", "zero_redundancy", "local_steps", "torch_compile"),
-]
-# Blocks of these pages need code that only the recipe has.
-IN_RECIPES = ["mixed_precision", "ray", "torchft"]
 
-
-@pytest.mark.parametrize("pages", TOGETHER, ids=", ".join)
-def test_blocks_run(pages, tmp_path):
-    printed, _ = run(*TORCHRUN, ROOT / "tests/frameworks/documented.py", tmp_path, *pages, folder=tmp_path)
+@pytest.mark.parametrize("page", IN_FRAMEWORKS)
+def test_blocks_run(page, tmp_path):
+    printed, _ = run(*TORCHRUN, ROOT / "tests/frameworks/documented.py", tmp_path, page, folder=tmp_path)
     assert printed.count("all blocks have run") == 2
 
 
@@ -33,8 +21,3 @@ def test_lines_are_the_recipes(page):
     assert blocks
     for block in blocks:
         assert {line.strip() for line in block.source.splitlines()} <= recipe | {""}
-
-
-def test_no_page_is_left_out():
-    pages = {re.sub(r"frameworks/|\.md", "", page) for page in PAGES}
-    assert pages == {page for together in TOGETHER for page in together} | set(IN_RECIPES)

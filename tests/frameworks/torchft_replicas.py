@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torchft
-from torch import nn
 from torchft.coordination import LighthouseServer
 from torchft.process_group import ProcessGroupGloo
 
@@ -24,6 +23,7 @@ from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
 from gradcomp.reducer import Reducer
+from tests.training import Given
 
 HOOKS = {
     "int4": (lambda: QuantizationState(bits=4, start_iter=2), quantization_hook),
@@ -35,17 +35,6 @@ HOOKS = {
 }
 SHAPES = [(64, 64), (96, 48), (50,)]
 RAISES_AT, FAILS_ALONE_AT, DIES_AT, STEPS_AFTER, TIMEOUT = 3, 4, 6, 6, timedelta(seconds=10)
-
-
-class Given(nn.Module):
-    """Its gradients are its inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterList(torch.ones(shape) for shape in SHAPES)
-
-    def forward(self, inputs):
-        return sum((weight * each).sum() for weight, each in zip(self.weights, inputs, strict=True))
 
 
 def gradients(replica, step):
@@ -91,7 +80,7 @@ def replica(number, hook_name, uses_async_quorum, dies, results, address):
     """
     torch.set_num_threads(1)
     make_state, hook = HOOKS[hook_name]
-    state, model = make_state(), Given()
+    state, model = make_state(), Given(*SHAPES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def load(saved):
@@ -176,7 +165,7 @@ def local_replica(number, dies, results, address):
     address.recv()
     manager.start_quorum()
     group = group_of_quorum(manager, pg)
-    model = Given()
+    model = Given(*SHAPES)
     if number < 3:
         reducer = Reducer(model.parameters(), group)
         reducer.register_comm_hook(QuantizationState(group, bits=8, start_iter=2), quantization_hook)

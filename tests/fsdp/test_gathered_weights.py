@@ -1,97 +1,21 @@
 """Test the weights that compress_all_gather gives every rank, the bytes that it sends, and its payloads."""
 
 from collections import Counter
-from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradcomp.compress.all_gather import _GatherWork
 from gradcomp.fsdp import compress_all_gather
-from tests.depth import mixed
 from tests.fsdp.gathered import group_of, round_all_gathers, rounded
-from tests.fsdp.models import RANKS, Net, Sum, given_gradients, sharded, weights
-from tests.fsdp.scenarios import step
-from tests.fsdp.test_all_gather import FORMS, mesh_of
+from tests.fsdp.models import RANKS
+from tests.fsdp.test_all_gather import mesh_of
 from tests.reducer.models import run_cases
-
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def weights_in_use(rank, form, dtype, reshard_after_forward, checkpointing):
-    """Return by step and layer: the weights of each forward and backward, and the exact ones."""
-    mesh, options = mesh_of(form)
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
-    torch.manual_seed(0)
-    model = sharded(mesh, Net(checkpointing), mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    compress_all_gather(model, 8, 16, **options)
-    found = {}
-
-    def note(where, name, layer, *unused):
-        found[number, name][where].append(layer.weight.detach().clone())
-
-    for name, layer in model.named_modules():
-        # A module that FSDP2 shards by itself has its weights only within FSDP2's hooks.
-        if isinstance(layer, nn.Linear) and not isinstance(layer, FSDPModule):
-            layer.register_forward_pre_hook(partial(note, "forward", name))
-            layer.register_full_backward_pre_hook(partial(note, "backward", name))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number in range(2):
-        for name, parameter in model.named_parameters():
-            exact = parameter.detach().full_tensor().to(policy.param_dtype)
-            found[number, name.removesuffix(".weight")] = {"forward": [], "backward": [], "exact": exact}
-        step(model, rank, number)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {key: used for key, used in found.items() if used["forward"]}
-
-
-def test_forward_and_backward_have_the_same_weights_on_all_ranks(run_ranks):
-    cases = mixed(FORMS[RANKS], list(DTYPES), (True, False, 2), (None, "non-reentrant"))
-    ranks = run_ranks(run_cases, RANKS, weights_in_use, cases, timeout_s=240)
-    for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
-        checkpointing = case[-1]
-        assert len(results[0]) == 2 * 7
-        for (number, name), used in results[0].items():
-            num_forwards = 2 if checkpointing and name.startswith("layers") else 1
-            assert (len(used["forward"]), len(used["backward"])) == (num_forwards, 1), case
-            for found in results:
-                each = found[number, name]
-                for weight in [*each["forward"], *each["backward"]]:
-                    assert torch.equal(weight, used["forward"][0]), (case, number, name)
-            assert not torch.equal(used["forward"][0], used["exact"]), (case, number, name)
-
-
-def train_on_given_gradients(rank, form):
-    """Train with gradients that don't depend on the weights.
-
-    Returns whether the shards are equal with and without compression, and whether gathered weights are.
-    """
-    mesh, options = mesh_of(form)
-    models = [sharded(mesh, Sum()) for _ in range(2)]
-    compress_all_gather(models[0], 8, 16, **options)
-    for model in models:
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-        for number in range(3):
-            optimizer.zero_grad()
-            model(given_gradients(rank, number)).backward()
-            optimizer.step()
-    shards, gathered = list(zip(*map(weights, models), strict=True)), []
-    for model in models:
-        model.unshard()
-        gathered.append(model.own.terms[0].detach())
-    return all(torch.equal(*each) for each in shards), torch.equal(*gathered)
-
-
-def test_the_optimizers_shards_stay_exact(run_ranks):
-    cases = [(form,) for form in FORMS[RANKS]]
-    for results in run_ranks(run_cases, RANKS, train_on_given_gradients, cases):
-        assert results == [(True, False)] * len(cases)
 
 
 def payloads_alive(rank, form):

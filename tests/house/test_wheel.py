@@ -166,29 +166,16 @@ def test_the_wheel_installs_and_imports_in_a_clean_environment(wheel, tmp_path):
     """The environment has torch and Triton, but not this checkout."""
     run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"), cwd=tmp_path)
     python = str(tmp_path / "venv" / "bin" / "python")
-    site = Path(
-        run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
-    )
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(python, "-c", where, cwd=tmp_path).strip())
     # A path file adds torch and Triton; path files in the added folder (the editable install's) are not read.
     (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     check = "import gradcomp; print(gradcomp.__file__)"
     absent = subprocess.run([python, "-c", check], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "No module named 'gradcomp'" in absent.stderr, (
-        "the environment isn't clean: it already has gradcomp"
-    )
+    assert "No module named 'gradcomp'" in absent.stderr, "the environment has gradcomp already"
 
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        str(site),
-        str(wheel),
-        cwd=tmp_path,
-    )
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site)]
+    run(*install, str(wheel), cwd=tmp_path)
     assert run(python, "-c", check, cwd=tmp_path).strip() == str(site / "gradcomp" / "__init__.py")
     version = "import gradcomp.kernels.flatten, gradcomp.hooks.default_hooks; print(gradcomp.__version__)"
     assert run(python, "-c", version, cwd=tmp_path).strip() == wheel.name.split("-")[1]

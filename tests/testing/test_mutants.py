@@ -269,23 +269,14 @@ def test_a_direction_that_is_not_normal_is_found(monkeypatch):
         properties.finite_in_finite_out(*case, claims=claims)
 
 
-SOUND = {
-    "powerSGD": POWER_SGD,
-    "powerSGD r=1": RANK_1,
-    "powerSGD r=16": RANK_16,
-    "fp16": FP16,
-    "top k": TOP_K,
-    "top k of three": TOP_K_OF_THREE,
-    "random k": RANDOM_K,
-    "quantizer": QUANTIZER,
-}
+SOUND = [POWER_SGD, RANK_1, RANK_16, FP16, TOP_K, TOP_K_OF_THREE, RANDOM_K, QUANTIZER]
 
 
-@pytest.mark.parametrize("name", everyday(("powerSGD", "top k of three", "quantizer"), SOUND))
-def test_without_a_bug_all_holds(name):
+@pytest.mark.parametrize("sound", everyday([POWER_SGD, TOP_K_OF_THREE, QUANTIZER], SOUND))
+def test_without_a_bug_all_holds(sound):
     """Every property that finds a bug planted in a hook holds for the hook itself."""
-    finders = {by for sound, _, by in PLANTED if sound == SOUND[name]}
-    report = check(SOUND[name], finders, max_examples=5)
+    finders = {by for planted_in, _, by in PLANTED if planted_in == sound}
+    report = check(sound, finders, max_examples=5)
     assert {by for by, verdict in report.verdicts.items() if verdict.outcome == "holds"} == finders, report
 
 

@@ -6,6 +6,7 @@
 import torch
 import torch.distributed as dist
 
+from gradcomp.testing import Workload
 from tests.testing.compressors import RandomK, TopK
 from tests.testing.right_hooks import Predictor, StaleThreshold
 
@@ -127,22 +128,28 @@ class ErrorsBySize(WithScratch):
         return bucket.gradients()[position].numel()
 
 
-# By the property that must find it.
+# A small workload for each wrong hook on which the property that must find it fails.
 WRONG = {
-    TailNeverSent: "held_back_comes_out",
-    SixteenBitIndices: "held_back_comes_out",
-    SixteenBitTopK: "held_back_comes_out",
+    TailNeverSent: Workload(((2, 700),), zero_steps=119),
+    SixteenBitIndices: Workload(((70_000,),), zero_steps=119),
+    SixteenBitTopK: Workload(((70_000,),), zero_steps=119),
+    SeedsTheGlobalGenerator: Workload(((8,),)),
+    ErrorLostAfterWarmUp: Workload(((8,),), steps=42, drift=1.0, zero_steps=119),
+    ErrorTwiceUnderNoSync: Workload(((1, 2),), zero_steps=95, accumulated=True),
+    SeedFromAString: Workload(((64,),)),
+    ErrorInFp32: Workload(((2,),), dtype=torch.float64, zero_steps=95),
+    DividedByTwo: Workload(((2,),), world_size=3, zero_steps=119),
+    FifthRankSkipped: Workload(((1, 24),), world_size=5, zero_steps=119),
+    FourthRankSkipped: Workload(((1, 24),), world_size=4, zero_steps=119),
+    DefaultGroup: Workload(((8,),), groups=2),
+    PaddingErases: Workload(((1, 24),), world_size=3, steps=3, spectra=("ties",), noise=1.0, zero_steps=119),
+    LastAveragePredicted: Workload(((4,),), steps=3, zero_steps=63),
+    SentTwice: Workload(((4,),), zero_steps=95),
+    ErrorsBySize: Workload(((8,), (8,)), ((0,), (1,)), steps=5, noise=1.0, drift=1.0, zero_steps=119),
+}
+# The property that must find it, if not "held_back_comes_out".
+FINDERS = {
     SeedsTheGlobalGenerator: "random_state_kept",
-    ErrorLostAfterWarmUp: "held_back_comes_out",
-    ErrorTwiceUnderNoSync: "held_back_comes_out",
     SeedFromAString: "same_in_processes",
-    ErrorInFp32: "held_back_comes_out",
-    DividedByTwo: "held_back_comes_out",
-    FifthRankSkipped: "held_back_comes_out",
-    FourthRankSkipped: "held_back_comes_out",
     DefaultGroup: "stays_in_its_group",
-    PaddingErases: "held_back_comes_out",
-    LastAveragePredicted: "held_back_comes_out",
-    SentTwice: "held_back_comes_out",
-    ErrorsBySize: "held_back_comes_out",
 }
