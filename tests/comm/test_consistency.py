@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm.consistency import MESSAGE_BYTES, require_same_on_all_ranks
+from tests.ranks import of_all_ranks
 
 
 def compare(rank, values_of_rank):
@@ -60,12 +61,12 @@ def test_a_difference_is_named_on_every_rank(run_ranks, values_of_rank, collecti
         assert bool(text) == bool(message)
 
 
-def compare_notes(rank):
+@pytest.mark.ranks(3)
+def test_notes_may_differ(rank):
     group, device = dist.group.WORLD, torch.device("cpu")
     values, notes = {"a": 1}, {"CPU": ["AVX2", "AVX512", "AVX2"][rank]}
-    return require_same_on_all_ranks("The hook", values, group, device, "", notes=notes)
-
-
-def test_notes_may_differ(run_ranks):
     expected = {"CPU": 'CPU is "AVX2" on ranks 0, 2 and "AVX512" on rank 1'}
-    assert run_ranks(compare_notes, 3) == [expected] * 3
+    assert (
+        of_all_ranks(require_same_on_all_ranks("The hook", values, group, device, "", notes=notes))
+        == [expected] * 3
+    )

@@ -18,6 +18,8 @@ from gradcomp.comm.exchange import (
     takes_one_exchange,
 )
 from gradcomp.comm.pipeline import run_through
+from tests.ranks import of_all_ranks
+from tests.reducer.models import run_cases
 
 
 def row(source, destination, length):
@@ -65,33 +67,28 @@ def test_sums_in_16_bits_are_rounded_once(run_ranks):
         assert torch.equal(own, torch.full((5,), 258.0, dtype=torch.bfloat16))
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("config", ["cpu:nccl", "cuda:gloo,cpu:nccl"])
-def test_nccl_sums_whichever_backends_a_group_has(run_ranks, config):
-    (calls,) = run_ranks(summed_by, 1, config)
-    assert calls == 1
-
-
-def summed_by(rank, config):
+def test_nccl_sums_whichever_backends_a_group_has(rank, config):
     with (
         mock.patch.object(dist, "get_backend_config", return_value=config),
         mock.patch.object(dist, "reduce_scatter_tensor") as reduce_scatter_tensor,
     ):
         run_through(reduce_scatter(torch.zeros(4), torch.zeros(1, 4), dist.group.WORLD))
-    return reduce_scatter_tensor.call_count
+    calls = reduce_scatter_tensor.call_count
+    assert calls == 1
 
 
-def on_some_ranks(rank):
+@pytest.mark.ranks(4)
+def test_ranks_are_the_groups_own(rank):
     group = dist.new_group([1, 3], timeout=timedelta(seconds=10))
     if rank in (1, 3):
         check(group.rank(), 7, group)
 
 
-def test_ranks_are_the_groups_own(run_ranks):
-    run_ranks(on_some_ranks, 4)
-
-
-def posted(rank):
-    """Return the posts in order. No direction of a link waits if every receive is posted first."""
+@pytest.mark.ranks(3)
+def test_receives_are_posted_first_and_ranks_begin_with_different_ones(rank):
+    """No direction of a link waits if every receive is posted first."""
     order = []
 
     def note(name):
@@ -105,17 +102,15 @@ def posted(rank):
 
     with note("isend"), note("irecv"):
         check(rank, 3, dist.group.WORLD)
-    return order
-
-
-def test_receives_are_posted_first_and_ranks_begin_with_different_ones(run_ranks):
-    for rank, order in enumerate(run_ranks(posted, 3)):
+    for rank, calls in enumerate(of_all_ranks(order)):
         others = [(rank + 1) % 3, (rank + 2) % 3]
         one = [(name, other) for name in ("irecv", "isend") for other in others]
-        assert order == one + one
+        assert calls == one + one
 
 
-def forgotten(rank, length):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("length", [3, 3_000_000])
+def test_an_exchange_that_nobody_waits_for_leaves_the_group_usable(rank, length):
     both_ranks = torch.zeros(2, length, dtype=torch.uint8)
     # Nobody waits for this exchange, as when another bucket's error ends the step.
     all_to_all(both_ranks.clone(), both_ranks, dist.group.WORLD)
@@ -123,13 +118,10 @@ def forgotten(rank, length):
     dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("length", [3, 3_000_000])
-def test_an_exchange_that_nobody_waits_for_leaves_the_group_usable(run_ranks, length):
-    run_ranks(forgotten, 2, length)
-
-
-def given_up(rank, sender):
-    """Begin all-gathers that ranks give up. Return whether the memory is left, then and an exchange later."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sender", [None, 1])
+def test_receives_of_exchanges_that_are_given_up_are_kept_until_another_one_is_complete(rank, sender):
+    """Begin all-gathers that ranks give up."""
     left = []
     for _ in range(3):
         received = torch.zeros(2, 1_000_000)
@@ -141,15 +133,11 @@ def given_up(rank, sender):
         before = not memory.expired()  # gloo may still write there
         check(rank, 7, dist.group.WORLD)
         left.append((before, not memory.expired()))
-    return left
+    assert of_all_ranks(left) == [[(True, False)] * 3] * 2
 
 
-@pytest.mark.parametrize("sender", [None, 1])
-def test_receives_of_exchanges_that_are_given_up_are_kept_until_another_one_is_complete(run_ranks, sender):
-    assert run_ranks(given_up, 2, sender) == [[(True, False)] * 3] * 2
-
-
-def out_of_step(rank):
+@pytest.mark.ranks(2)
+def test_ranks_that_are_out_of_step_get_an_error_and_no_other_exchanges_bytes(rank):
     """Leave out the all_gather on rank 0, as an error there would; the ranks' next exchanges differ."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     rows = torch.zeros(2, 5, dtype=torch.uint8)
@@ -162,21 +150,14 @@ def out_of_step(rank):
         pending.wait()
 
 
-def test_ranks_that_are_out_of_step_get_an_error_and_no_other_exchanges_bytes(run_ranks):
-    run_ranks(out_of_step, 2)
-
-
-def repeated(rank):
+@pytest.mark.ranks(2)
+def test_a_second_wait_returns_at_once(rank):
     rows = torch.full((2, 5), rank, dtype=torch.uint8)
     received = torch.empty_like(rows)
     work = all_to_all(received, rows, dist.group.WORLD)
     assert work.wait()
     assert work.wait()
     assert received[:, 0].tolist() == [0, 1]
-
-
-def test_a_second_wait_returns_at_once(run_ranks):
-    run_ranks(repeated, 2)
 
 
 @pytest.mark.parametrize(
@@ -203,51 +184,38 @@ def sum_of(rank, dtype, numel, limit, out_dtype):
     return before, wire if out is None else out
 
 
-@pytest.mark.parametrize("limit", [0, 2**18], ids=["two exchanges", "one exchange"])
+SUMMED = [(dtype, None) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+SUMMED += [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
-    [
-        (torch.float32, None),
-        (torch.float64, None),
-        (torch.bfloat16, None),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_sums_are_in_the_order_of_the_ranks(run_ranks, dtype, out_dtype, world_size, limit):
+def test_sums_are_in_the_order_of_the_ranks(run_ranks, world_size):
     """In fp32 (fp64), and rounded once to the wire's dtype if there are two exchanges."""
-    results = run_ranks(sum_of, world_size, dtype, 11, limit, out_dtype)
-    total = torch.zeros(11, dtype=torch.promote_types(dtype, torch.float32))
-    for before, _ in results:
-        total += before
-    if limit == 0 and world_size > 2:
-        total = total.to(dtype)
-    for _, summed in results:
-        assert torch.equal(summed, total.to(out_dtype or dtype))
+    cases = [(dtype, 11, limit, out_dtype) for dtype, out_dtype in SUMMED for limit in (0, 2**18)]
+    ranks = run_ranks(run_cases, world_size, sum_of, cases)
+    for (dtype, _, limit, out_dtype), results in zip(cases, zip(*ranks, strict=True), strict=True):
+        total = torch.zeros(11, dtype=torch.promote_types(dtype, torch.float32))
+        for before, _ in results:
+            total += before
+        if limit == 0 and world_size > 2:
+            total = total.to(dtype)
+        for _, summed in results:
+            assert torch.equal(summed, total.to(out_dtype or dtype)), (dtype, out_dtype, limit)
 
 
-def unlike_sizes(rank):
+@pytest.mark.ranks(2)
+def test_a_message_of_another_size_is_an_error_on_every_rank(rank):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     with pytest.raises(RuntimeError, match=r"Timed out|Connection (reset|closed) by peer"):
         run_through(all_reduce(torch.ones(5 + rank), group, has_delay=True))
 
 
-def test_a_message_of_another_size_is_an_error_on_every_rank(run_ranks):
-    run_ranks(unlike_sizes, 2)
-
-
-def gathered_early(rank):
+@pytest.mark.ranks(3)
+def test_receives_may_be_posted_before_an_earlier_exchange(rank):
     """Post a second exchange's receives before the first one; gather into rows that the first one sends."""
     rows = torch.full((3, 4), float(rank))
     gather, received = Gather(rows, dist.group.WORLD), torch.empty(3, 4)
     all_to_all(received, rows, dist.group.WORLD).wait()
     gather(received.sum(0) + rank).wait()
-    return received, rows
-
-
-def test_receives_may_be_posted_before_an_earlier_exchange(run_ranks):
-    for received, rows in run_ranks(gathered_early, 3):
-        assert torch.equal(received, torch.tensor([[0.0], [1.0], [2.0]]).expand(3, 4))
-        assert torch.equal(rows, torch.tensor([[3.0], [4.0], [5.0]]).expand(3, 4))
+    assert torch.equal(received, torch.tensor([[0.0], [1.0], [2.0]]).expand(3, 4))
+    assert torch.equal(rows, torch.tensor([[3.0], [4.0], [5.0]]).expand(3, 4))

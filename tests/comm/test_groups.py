@@ -81,8 +81,8 @@ def attempts():
     }
 
 
-def refused(rank):
-    """Return the message of everything that gets a group that torch doesn't know."""
+@pytest.mark.ranks(2)
+def test_a_group_that_torch_does_not_know_is_refused_everywhere(rank):
     unknown, messages = Group(), {}
     for name, attempt in attempts().items():
         with pytest.raises(ValueError, match="torch") as raised:
@@ -92,19 +92,16 @@ def refused(rank):
     dist.destroy_process_group(ended)
     with pytest.raises(ValueError, match="torch") as raised:
         QuantizationState(ended)
-    return messages | {"ended": str(raised.value)}
+    messages = messages | {"ended": str(raised.value)}
+    for name, message in messages.items():
+        kind = "ProcessGroup" if name == "ended" else "Group"
+        assert message.startswith(f"torch.distributed doesn't know the {kind} that "), name
+        assert "pass a group that init_process_group, new_group or init_device_mesh has made" in message
 
 
-def test_a_group_that_torch_does_not_know_is_refused_everywhere(run_ranks):
-    for messages in run_ranks(refused, 2):
-        for name, message in messages.items():
-            kind = "ProcessGroup" if name == "ended" else "Group"
-            assert message.startswith(f"torch.distributed doesn't know the {kind} that "), name
-            assert "pass a group that init_process_group, new_group or init_device_mesh has made" in message
-
-
-def made_elsewhere(rank):
-    """Average on a plain group that torch.distributed hasn't made, with four ranks; return messages."""
+@pytest.mark.ranks(4)
+def test_a_plain_group_that_torch_has_not_made(rank):
+    """Average on a plain group that torch.distributed hasn't made, with four ranks."""
     store = dist.PrefixStore("elsewhere", distributed_c10d._get_default_store())
     group = dist.ProcessGroup(store, rank, 4)
     backend = dist.ProcessGroupGloo(store, rank, 4, timedelta(seconds=20))
@@ -127,13 +124,9 @@ def made_elsewhere(rank):
         with pytest.raises((RuntimeError, ValueError)) as raised:
             quantization_hook(state, Bucket(torch.ones(1207), SHAPES))
         messages.append(str(raised.value))
-    return messages
-
-
-def test_a_plain_group_that_torch_has_not_made(run_ranks):
-    for unlike, nodes in run_ranks(made_elsewhere, 4):
-        assert "bits is 8 on rank 0 and 4 on ranks 1, 2, 3" in unlike
-        assert nodes.startswith("ranks_per_node=2 needs the global ranks of a process group that")
+    unlike, nodes = messages
+    assert "bits is 8 on rank 0 and 4 on ranks 1, 2, 3" in unlike
+    assert nodes.startswith("ranks_per_node=2 needs the global ranks of a process group that")
 
 
 class InPlace(Group):

@@ -11,6 +11,7 @@ from gradcomp.comm.bucket import GradBucket, _wires, take_wire
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradcomp.testing import run_ranks as run_simulated_ranks
+from tests.ranks import of_all_ranks
 
 
 def wrapped(state, bucket):
@@ -40,8 +41,9 @@ def test_a_hook_called_again_before_anyone_waits_has_another_wire(hook):
         assert averages == [[1.5] * 8, [11.5] * 8]
 
 
-def two_towers_with_one_head(rank):
-    """Run one backward through two models that share a last layer; return (gradients, exact ones) by hook."""
+@pytest.mark.ranks(2)
+def test_two_models_that_share_a_layer_in_one_backward(rank):
+    """Run one backward through two models that share a last layer."""
     torch.manual_seed(0)
     head = nn.Linear(64, 64)
     towers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), head) for _ in range(2))
@@ -61,18 +63,15 @@ def two_towers_with_one_head(rank):
         return torch.cat([p.grad.flatten() for p in models.parameters()])
 
     exact = gradients(allreduce_hook)
-    return [(gradients(hook), exact) for hook in HOOKS[:2]]
-
-
-def test_two_models_that_share_a_layer_in_one_backward(run_ranks):
-    ranks = run_ranks(two_towers_with_one_head, 2)
+    ranks = of_all_ranks([(gradients(hook), exact) for hook in HOOKS[:2]])
     for by_rank in zip(*ranks, strict=True):
         assert torch.equal(by_rank[0][0], by_rank[1][0])
         for got, exact in by_rank:
             assert (got - exact).norm() < 2e-2 * exact.norm()
 
 
-def bytes_kept(rank):
+@pytest.mark.ranks(2)
+def test_half_of_the_gradients_bytes_are_kept_after_buckets_are_rebuilt(rank):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.03)
     ddp.register_comm_hook(None, fp16_compress_hook)
@@ -80,12 +79,8 @@ def bytes_kept(rank):
     for _ in range(3):
         ddp(torch.randn(4, 64)).sum().backward()
         kept.append(sum(wire.nbytes for wires in _wires.by_parameter.values() for _, wire in wires.values()))
-    return kept, sum(p.nbytes for p in model.parameters())
-
-
-def test_half_of_the_gradients_bytes_are_kept_after_buckets_are_rebuilt(run_ranks):
-    for kept, gradients in run_ranks(bytes_kept, 2):
-        assert kept == [gradients // 2] * 3
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert kept == [gradients // 2] * 3
 
 
 def test_a_wire_is_kept_for_the_next_step_of_its_bucket_alone():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import gradcomp
+from tests.ranks import of_all_ranks
 from tests.reducer.models import PLAIN, STATIC, UNUSED, VIEW, Heads, on_device, run_cases
 from tests.tolerances import average
 
@@ -197,7 +198,9 @@ class Branch(nn.Module):
         return self.layers[index](x)
 
 
-def skip_other_buckets(rank, options):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [UNUSED, STATIC], ids=str)
+def test_buckets_that_only_some_ranks_use_are_not_left_out(rank, options):
     torch.manual_seed(0)
     model = Branch()
     ddp = gradcomp.DistributedDataParallel(
@@ -208,12 +211,7 @@ def skip_other_buckets(rank, options):
         ddp.zero_grad()
         ddp(torch.full((1, 3), rank + 1.0), rank).sum().backward()
         results.append([param.grad for param in model.parameters()])
-    return results
-
-
-@pytest.mark.parametrize("options", [UNUSED, STATIC], ids=str)
-def test_buckets_that_only_some_ranks_use_are_not_left_out(run_ranks, options):
-    first, second = run_ranks(skip_other_buckets, 2, options)
+    first, second = of_all_ranks(results)
     for ours, theirs in zip(first, second, strict=True):
         for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
             if index >= 4:
@@ -224,8 +222,8 @@ def test_buckets_that_only_some_ranks_use_are_not_left_out(run_ranks, options):
         assert torch.equal(ours[2], torch.full((3, 3), 1.0))
 
 
-def accumulate_in_an_object(rank):
-    """Return the gradients after backwards in no_sync(), and after the synchronized one."""
+@pytest.mark.ranks(2)
+def test_outputs_in_objects_are_left_alone_in_no_sync(rank):
     torch.manual_seed(0)
     model = gradcomp.DistributedDataParallel(HeadsInObject())
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(rank))
@@ -236,10 +234,8 @@ def accumulate_in_an_object(rank):
             sum(model(x)[0].all).backward()
     local = [param.grad.clone() for param in model.parameters()]
     sum(model(x)[0].all).backward()
-    return local, [param.grad.clone() for param in model.parameters()]
-
-
-def test_outputs_in_objects_are_left_alone_in_no_sync(run_ranks):
-    (local, averaged), (other_local, other_averaged) = run_ranks(accumulate_in_an_object, 2)
+    (local, averaged), (other_local, other_averaged) = of_all_ranks(
+        (local, [param.grad.clone() for param in model.parameters()])
+    )
     assert not any(map(torch.equal, local, other_local))
     assert all(map(torch.equal, averaged, other_averaged))

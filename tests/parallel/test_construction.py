@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradcomp
-from tests.parallel.beside_torch import assert_alike, batch_of, flat, gradients
+from tests.parallel.beside_torch import assert_alike, assert_scenarios_alike, batch_of, flat, gradients
 from tests.reducer.models import MLP, MODELS, ConvNet, loss_of
 
 
@@ -78,10 +78,6 @@ def groups_and_meshes(cls, rank):
     return results
 
 
-def test_process_groups_and_meshes(run_ranks):
-    assert_alike(run_ranks, groups_and_meshes, 2)
-
-
 def ignoring(cls, rank):
     """Return an ignored parameter and buffer, the gradients, and all parameters.
 
@@ -131,5 +127,5 @@ def set_static_graph(cls, rank):
     return results
 
 
-def test_set_static_graph(run_ranks):
-    assert_alike(run_ranks, set_static_graph, 2)
+def test_all_as_torchs(run_ranks):
+    assert_scenarios_alike(run_ranks, 2, groups_and_meshes, set_static_graph)

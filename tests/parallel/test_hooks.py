@@ -17,7 +17,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as to
 
 import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
-from tests.parallel.beside_torch import assert_alike, assert_all_alike, batch_of, flat, gradients
+from tests.parallel.beside_torch import (
+    assert_all_alike,
+    assert_scenarios_alike,
+    batch_of,
+    flat,
+    gradients,
+    train,
+)
 from tests.reducer.models import MLP, loss_of
 from tests.tolerances import average
 
@@ -46,10 +53,6 @@ def refuse_hooks(cls, rank):
     return messages
 
 
-def test_hooks_that_are_refused(run_ranks):
-    assert_alike(run_ranks, refuse_hooks, 1)
-
-
 def raise_in_hook(cls, rank):
     def hook(state, bucket):
         raise ZeroDivisionError("in the hook")
@@ -60,10 +63,6 @@ def raise_in_hook(cls, rank):
     with pytest.raises(Exception, match="in the hook"):
         loss_of(ddp(batch_of(model, rank, 0))).backward()
     return True
-
-
-def test_an_exception_in_a_hook_surfaces_from_backward(run_ranks):
-    assert_alike(run_ranks, raise_in_hook, 1)
 
 
 def hooks_of_ours():
@@ -97,21 +96,8 @@ def hooks_of_torchs():
 
 
 def train_with(cls, rank, hooks, name):
-    torch.manual_seed(0)
-    model = MLP()
-    ddp = cls(model)  # one bucket, which both wrappers fill in the same order
-    state, hook = hooks()[name]
-    if hasattr(state, "number_parameters"):  # random directions depend on names
-        state.number_parameters(model.named_parameters())
-    ddp.register_comm_hook(state, hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    results = []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss_of(ddp(batch_of(model, rank, step))).backward()
-        results.append(gradients(model))
-        optimizer.step()
-    return results
+    """Train with one bucket, which both wrappers fill in the same order."""
+    return train(cls, rank, "MLP", {"bucket_cap_mb": 25}, hooks()[name])[0]
 
 
 def test_our_hooks_have_the_same_result(run_ranks):
@@ -167,18 +153,17 @@ def bf16_hooks():
     }
 
 
-def train_in_bf16(rank):
+@pytest.mark.ranks(2)
+def test_bf16_hooks_of_torchs_and_ours(rank):
     names = ("torch", "wrapped", "ours")
-    return [train_with(gradcomp.DistributedDataParallel, rank, bf16_hooks, name) for name in names]
-
-
-def test_bf16_hooks_of_torchs_and_ours(run_ranks):
-    for theirs, wrapped, ours in run_ranks(train_in_bf16, 2):
-        for their_step, wrapped_step, our_step in zip(theirs, wrapped, ours, strict=True):
-            for their, each, our in zip(their_step, wrapped_step, our_step, strict=True):
-                bound = 5 * average(torch.bfloat16, 2, their.abs().max())
-                assert (their - our).abs().max() <= bound
-                assert (their - each).abs().max() <= bound
+    theirs, wrapped, ours = [
+        train_with(gradcomp.DistributedDataParallel, rank, bf16_hooks, name) for name in names
+    ]
+    for their_step, wrapped_step, our_step in zip(theirs, wrapped, ours, strict=True):
+        for their, each, our in zip(their_step, wrapped_step, our_step, strict=True):
+            bound = 5 * average(torch.bfloat16, 2, their.abs().max())
+            assert (their - our).abs().max() <= bound
+            assert (their - each).abs().max() <= bound
 
 
 def quantized(cls, rank, name, like_nccl):
@@ -248,3 +233,7 @@ def test_optimizers_in_backward(run_ranks):
     first, second = run_ranks(optimizers_in_backward, 2, True)
     assert torch.equal(first, second)
     assert torch.equal(first, run_ranks(optimizers_in_backward, 2, False)[0])
+
+
+def test_one_rank_as_torchs(run_ranks):
+    assert_scenarios_alike(run_ranks, 1, refuse_hooks, raise_in_hook)

@@ -5,7 +5,14 @@ import warnings
 import torch
 
 import gradcomp
-from tests.parallel.beside_torch import assert_alike, assert_alike_in_groups, batch_of, flat, gradients
+from tests.parallel.beside_torch import (
+    assert_alike,
+    assert_alike_in_groups,
+    assert_scenarios_alike,
+    batch_of,
+    flat,
+    gradients,
+)
 from tests.reducer.models import CAP_MB, MLP, UNUSED, Branches, loss_of, on_device
 
 
@@ -40,10 +47,6 @@ def without_any(cls, rank):
     return flat(model)
 
 
-def test_join_of_a_rank_without_input(run_ranks):
-    assert_alike(run_ranks, without_any, 2)
-
-
 def without_warnings(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -68,10 +71,6 @@ def join_in_both_ways(cls, rank):
                 loss_of(ddp(batch_of(model, rank, step))).backward()
                 results.append(gradients(model))
     return results
-
-
-def test_one_join_leaves_the_next_ones_mean_alone(run_ranks):
-    assert_alike(run_ranks, join_in_both_ways, 2)
 
 
 class OnlyOnRank1(torch.nn.Module):
@@ -119,3 +118,7 @@ def throw_early(cls, rank):
 def test_join_that_ends_when_one_rank_ends(run_ranks):
     for message in assert_alike(run_ranks, throw_early, 2):
         assert "exhausted" in message
+
+
+def test_all_as_torchs(run_ranks):
+    assert_scenarios_alike(run_ranks, 2, without_any, join_in_both_ways)

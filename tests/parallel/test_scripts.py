@@ -14,14 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 import gradcomp
 from gradcomp.hooks import default_hooks
 from tests.parallel.beside_torch import CLASSES, TorchDDP, batch_of, gradients
+from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, ConvNet, loss_of
 
 # An older torch's wrapper has no forward_sync_buffers.
 KNOWN = [*[TorchDDP] * hasattr(TorchDDP, "broadcast_buffers"), gradcomp.DistributedDataParallel]
-
-
-def attributes(rank):
-    return [attributes_of(cls) for cls in KNOWN]
 
 
 def attributes_of(cls):
@@ -52,8 +49,9 @@ def attributes_of(cls):
     return results
 
 
-def test_attributes(run_ranks):
-    (results,) = run_ranks(attributes, 1)
+@pytest.mark.ranks(1)
+def test_attributes(rank):
+    results = [attributes_of(cls) for cls in KNOWN]
     of_a_copy = (False, False)
     assert results[-1] == [
         (False, True, True),
@@ -69,8 +67,8 @@ def test_attributes(run_ranks):
     assert results[0] == results[-1]
 
 
-def warned(rank):
-    """Return the constructors' warnings, and whether they point to this file."""
+@pytest.mark.ranks(1)
+def test_warnings(rank):
     results = []
     for cls in KNOWN:
         for options in (
@@ -84,11 +82,6 @@ def warned(rank):
                 warnings.simplefilter("always")
                 cls(MLP(), **options)
             results.append([(each.category, str(each.message), each.filename == __file__) for each in caught])
-    return results
-
-
-def test_warnings(run_ranks):
-    (results,) = run_ranks(warned, 1)
     theirs, ours = results[:5], results[-5:]
     assert ours == theirs
     assert [len(each) for each in ours] == [0, 1, 1, 0, 1]
@@ -96,7 +89,8 @@ def test_warnings(run_ranks):
     assert ours[1][0][2]
 
 
-def profiled(rank):
+@pytest.mark.ranks(1)
+def test_what_a_profiler_shows(rank):
     """Count how often each operator ran in a forward and backward, by class and hook, and the buckets."""
     results = {}
     names = ("DistributedDataParallel.forward", "c10d::allreduce_", "gloo:all_reduce", "c10d::broadcast_")
@@ -112,11 +106,6 @@ def profiled(rank):
             results[key, hook is None] = [counts.get(name, 0) for name in names]
             if key == "gradcomp":
                 results[key, hook is None].append(len(ddp.reducer.communicator.buckets))
-    return results
-
-
-def test_what_a_profiler_shows(run_ranks):
-    (results,) = run_ranks(profiled, 1)
     for (name, _), (forwards, reductions, on_gloo, broadcasts, *buckets) in results.items():
         assert forwards == 1
         assert reductions == on_gloo > 1
@@ -144,7 +133,8 @@ def test_a_profiler_shows_torchs_all_reduces_from_the_first_step_on(run_ranks):
         assert found == dict.fromkeys(CLASSES, [[1, 1, 0]] * 3)
 
 
-def searches(rank):
+@pytest.mark.ranks(1)
+def test_a_profiler_shows_the_search_for_unused_parameters_as_torchs(rank):
     """Count how often the search for unused parameters is recorded, by options, profiler and class."""
     counts = {}
     cases = {"plain": {}, "unused": UNUSED, "static": STATIC, "both": UNUSED | STATIC}
@@ -159,18 +149,14 @@ def searches(rank):
             counts.setdefault((name, type(profiler).__module__), {})[key] = [
                 (each.key, each.count) for each in ranges
             ]
-    return counts
-
-
-def test_a_profiler_shows_the_search_for_unused_parameters_as_torchs(run_ranks):
-    (counts,) = run_ranks(searches, 1)
     assert len(counts) == 8
     for (name, profiler), of_class in counts.items():
         assert of_class["gradcomp"] == of_class["torch"], (name, profiler)
         assert len(of_class["torch"]) == (name == "unused")
 
 
-def near_misses(rank):
+@pytest.mark.ranks(1)
+def test_near_misses_say_what_to_pass(rank):
     dtensor = dist.tensor.distribute_tensor
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     model = MLP()
@@ -192,11 +178,8 @@ def near_misses(rank):
             construct(model)
 
 
-def test_near_misses_say_what_to_pass(run_ranks):
-    run_ranks(near_misses, 1)
-
-
-def newer_arguments(rank):
+@pytest.mark.ranks(2)
+def test_arguments_of_newer_versions(rank):
     """Run the loop of a newer torch, which finalizes each backward itself."""
     torch.manual_seed(0)
     model = MLP()
@@ -207,11 +190,7 @@ def newer_arguments(rank):
     assert ddp.should_finalize_after_backward
     loss.backward()
     ddp.finalize_backward()
-    return gradients(model)
-
-
-def test_arguments_of_newer_versions(run_ranks):
-    first, second = run_ranks(newer_arguments, 2)
+    first, second = of_all_ranks(gradients(model))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
@@ -220,7 +199,8 @@ def hook_with_options(options, state, bucket):
     return default_hooks.fp16_compress_hook(state, bucket)
 
 
-def partial_hooks(rank):
+@pytest.mark.ranks(2)
+def test_partial_hooks(rank):
     """Register partials of hooks, which torch's DDP refuses when it logs their names."""
     counted = {"calls": 0}
     hook = functools.partial(hook_with_options, counted)
@@ -238,11 +218,7 @@ def partial_hooks(rank):
             results.append(gradients(model))
         except RuntimeError as error:
             results.append(str(error))
-    return counted["calls"], results
-
-
-def test_partial_hooks(run_ranks):
-    (calls, first), (_, second) = run_ranks(partial_hooks, 2)
+    (calls, first), (_, second) = of_all_ranks((counted["calls"], results))
     assert calls == 2
     for one, other in zip(first[:2], second[:2], strict=True):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))

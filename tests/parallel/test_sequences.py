@@ -6,6 +6,7 @@ from torch import nn
 
 import gradcomp
 from tests.parallel.beside_torch import assert_all_alike, batch_of, gradients
+from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, loss_of
 
 
@@ -138,8 +139,12 @@ def test_forwards_in_a_row(run_ranks):
         assert first == "Expected to have finished reduction in the prior i"
 
 
-def halves_of_a_static_graph(rank):
-    """Leave a layer out of the first step's backward, and reach it in a second one."""
+@pytest.mark.ranks(2)
+def test_a_static_graph_cannot_be_learnt_in_two_backwards(rank):
+    """torch's DDP raises too, by chance.
+
+    If all backwards leave out the same outputs, torch's DDP raises again in the third step. Ours allows this.
+    """
     ddp = gradcomp.DistributedDataParallel(Parts(), static_graph=True)
     x = torch.full((2, 3), rank + 1.0)
     a, b = ddp(x, "ab")
@@ -153,15 +158,7 @@ def halves_of_a_static_graph(rank):
         ddp.zero_grad()
         ddp(x, "ab")[0].backward()
         results.append(gradients(ddp))
-    return results
-
-
-def test_a_static_graph_cannot_be_learnt_in_two_backwards(run_ranks):
-    """torch's DDP raises too, by chance.
-
-    If all backwards leave out the same outputs, torch's DDP raises again in the third step. Ours allows this.
-    """
-    first, second = run_ranks(halves_of_a_static_graph, 2)
+    first, second = of_all_ranks(results)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one[0], other[0])
         assert one[2] is other[2] is None

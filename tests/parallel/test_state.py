@@ -21,6 +21,7 @@ from tests.parallel.beside_torch import (
     gradients,
     on_both,
 )
+from tests.ranks import of_all_ranks
 from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of, on_device, run_cases
 
 
@@ -107,19 +108,16 @@ def test_buffers_that_change_on_all_ranks_are_copied(run_ranks):
         assert [each.tolist() for each in results] == [[0.0] * 5] * 2
 
 
-def unlike_buffers(rank):
+@pytest.mark.ranks(2)
+def test_a_buffer_of_one_rank_is_named_at_construction(rank):
     model = nn.Linear(4, 4)
     if rank == 1:
         model.register_buffer("own", torch.zeros(3))
     with pytest.raises(RuntimeError) as caught:
         gradcomp.DistributedDataParallel(model)
-    return str(caught.value)
-
-
-def test_a_buffer_of_one_rank_is_named_at_construction(run_ranks):
-    for message in run_ranks(unlike_buffers, 2):
-        number = "the number of buffers is 0 on rank 0 and 1 on rank 1"
-        assert f'{number}, with "own [3] torch.float32" on rank 1 alone' in message
+    message = str(caught.value)
+    number = "the number of buffers is 0 on rank 0 and 1 on rank 1"
+    assert f'{number}, with "own [3] torch.float32" on rank 1 alone' in message
 
 
 def logging_data(cls, rank):
@@ -185,7 +183,8 @@ def test_copies_average(run_ranks, how):
     assert first[1][0] == "module.0.weight"
 
 
-def interchange(rank):
+@pytest.mark.ranks(1)
+def test_state_dicts_are_interchangeable(rank):
     """Load a state_dict of torch's DDP into ours, and ours into torch's."""
     torch.manual_seed(0)
     theirs, ours = TorchDDP(ConvNet()), gradcomp.DistributedDataParallel(ConvNet())
@@ -195,14 +194,11 @@ def interchange(rank):
         for param in ours.parameters():
             param.mul_(2)
     theirs.load_state_dict(ours.state_dict())
-    return same, torch.equal(flat(ours), flat(theirs)), ours.train() is ours
+    assert (same, torch.equal(flat(ours), flat(theirs)), ours.train() is ours) == (True, True, True)
 
 
-def test_state_dicts_are_interchangeable(run_ranks):
-    assert run_ranks(interchange, 1) == [(True, True, True)]
-
-
-def other_group(rank):
+@pytest.mark.ranks(1)
+def test_copies_need_the_default_group(rank):
     ddp = gradcomp.DistributedDataParallel(MLP(), process_group=dist.new_group([0]))
     with pytest.raises(
         RuntimeError, match="DDP Pickling/Unpickling are only supported when using DDP with the default"
@@ -210,11 +206,8 @@ def other_group(rank):
         copy.deepcopy(ddp)
 
 
-def test_copies_need_the_default_group(run_ranks):
-    run_ranks(other_group, 1)
-
-
-def static_graph_and_checkpoints(rank):
+@pytest.mark.ranks(2)
+def test_a_static_graph_survives_a_copy(rank):
     """Copy a wrapper during training. torch's DDP then stops averaging; ours must not."""
     torch.manual_seed(rank)
     model = MLP()
@@ -224,9 +217,5 @@ def static_graph_and_checkpoints(rank):
         loss_of(ddp(batch_of(model, rank, step))).backward()
         if step == 1:
             ddp = copy.deepcopy(ddp)
-    return gradients(ddp)
-
-
-def test_a_static_graph_survives_a_copy(run_ranks):
-    first, second = run_ranks(static_graph_and_checkpoints, 2)
+    first, second = of_all_ranks(gradients(ddp))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -1,31 +1,10 @@
 """Compare whole trainings with gradcomp.DistributedDataParallel and with torch's."""
 
 import torch
-import torch.distributed as dist
 
 from gradcomp.hooks import default_hooks
-from tests.parallel.beside_torch import assert_alike_in_groups, assert_all_alike, batch_of, gradients
-from tests.reducer.models import CAP_MB, MODELS, STATIC, UNUSED, VIEW, loss_of, on_device
-
-
-def train(cls, rank, name, options, hook=None, steps=5):
-    """Train from weights that differ between ranks; return every step's gradients, and the state_dict."""
-    torch.manual_seed(rank)
-    model = on_device(MODELS[name]())
-    if name == "Embeddings":  # NCCL has no sparse gradients
-        options = options | {"process_group": dist.new_group(backend="gloo")}
-    ddp = cls(model, bucket_cap_mb=CAP_MB, **options)
-    if hook is not None:
-        ddp.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    results = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(ddp(batch_of(model, rank, step))).backward()
-        results.append(gradients(model))
-        optimizer.step()
-    return results, ddp.state_dict()
-
+from tests.parallel.beside_torch import assert_alike_in_groups, assert_all_alike, train
+from tests.reducer.models import STATIC, UNUSED, VIEW
 
 HOOKS = [default_hooks.fp16_compress_hook, default_hooks.allreduce_hook]
 GRID = [

@@ -13,6 +13,7 @@ from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_runs import Messages
 from tests.kept import error_in
+from tests.ranks import of_all_ranks
 from tests.reducer.models import on_device, run_cases
 from tests.tolerances import average
 
@@ -107,7 +108,8 @@ def test_states_remember_what_is_not_sent(run_group):
         assert 0.1 < still.norm() < given.norm()
 
 
-def wrong_arguments(rank):
+@pytest.mark.ranks(1)
+def test_arguments(rank):
     with pytest.raises(TypeError, match=r"floating-point or complex tensors, got torch\.int64"):
         gradcomp.average_([torch.ones(2, dtype=torch.int64)])
     with pytest.raises(TypeError, match="got str"):
@@ -120,11 +122,7 @@ def wrong_arguments(rank):
         gradcomp.average_([torch.ones(2)], lambda state, bucket: bucket.buffer())
     kept = torch.nn.Parameter(torch.ones(2))
     gradcomp.average_([kept])
-    return gradcomp.average_([])
-
-
-def test_arguments(run_ranks):
-    assert run_ranks(wrong_arguments, 1) == [[]]
+    assert gradcomp.average_([]) == []
 
 
 def test_no_process_group():
@@ -132,11 +130,9 @@ def test_no_process_group():
         gradcomp.average_([torch.ones(2)])
 
 
-def alternate(rank):
-    """Average two tensors of one shape in alternating order, with keys: one persists, one is always new.
-
-    Return the sums of the inputs and of the outputs, and the last errors.
-    """
+@pytest.mark.ranks(2)
+def test_a_state_remembers_persistent_and_new_tensors_in_any_order(rank):
+    """Average two tensors of one shape in alternating order, with keys: one persists, one is always new."""
     state = powerSGD_hook.PowerSGDState(None, 1, 2)
     persistent, kept = torch.zeros(40, 30), []
     given, out = torch.zeros(2, 40, 30), torch.zeros(2, 40, 30)
@@ -156,17 +152,14 @@ def alternate(rank):
         if step >= 2:
             given += values
             out += torch.stack(averages)
-    return given, out, error_in(state).view(2, 40, 30).flip(0)  # errors are in the order of the keys
-
-
-def test_a_state_remembers_persistent_and_new_tensors_in_any_order(run_ranks):
-    ranks = run_ranks(alternate, 2)
+    ranks = of_all_ranks((given, out, error_in(state).view(2, 40, 30).flip(0)))
     given, out, owed = (torch.stack(each).mean(0) for each in zip(*ranks, strict=True))
     torch.testing.assert_close(out + owed, given, rtol=0.0, atol=1e-5)
     assert owed.abs().amax((1, 2)).min() > 0.1
 
 
-def keys_of_two_lists(rank):
+@pytest.mark.ranks(2)
+def test_keys_tell_lists_apart(rank):
     """Average two lists of new tensors of one shape alternately, with one state."""
     state = powerSGD_hook.PowerSGDState(None, 1, 2)
     errors = {}
@@ -180,17 +173,13 @@ def keys_of_two_lists(rank):
             gradcomp.average_([torch.ones(2), torch.ones(2)], powerSGD_hook.powerSGD_hook, state, keys=wrong)
     with pytest.raises(TypeError, match=r"average_\(\[tensor\]\)"):
         gradcomp.average_(torch.ones(2))
-    return errors
+    # A matrix of rank 1 leaves no error, and the second list's error doesn't reach it.
+    assert errors["first"].abs().max() < 1e-5
+    assert errors["second"].abs().max() > 0.1
 
 
-def test_keys_tell_lists_apart(run_ranks):
-    for errors in run_ranks(keys_of_two_lists, 2):
-        # A matrix of rank 1 leaves no error, and the second list's error doesn't reach it.
-        assert errors["first"].abs().max() < 1e-5
-        assert errors["second"].abs().max() > 0.1
-
-
-def replaced(rank):
+@pytest.mark.ranks(2)
+def test_what_else_lives_on_a_rank_does_not_matter(rank):
     """Average persistent tensors, and replace some between calls; rank 0 keeps the old ones alive."""
     state = powerSGD_hook.PowerSGDState(None, 1, 100)
     tensors, kept = [torch.empty(8, 8) for _ in range(4)], []
@@ -204,20 +193,13 @@ def replaced(rank):
             tensor.fill_(10.0**index)
         gradcomp.average_(tensors, powerSGD_hook.powerSGD_hook, state)
         results.append([tensor.unique().tolist() for tensor in tensors])
-    return results
+    assert results == [[[1.0], [10.0], [100.0], [1000.0]]] * 6
 
 
-def test_what_else_lives_on_a_rank_does_not_matter(run_ranks):
-    for results in run_ranks(replaced, 2):
-        assert results == [[[1.0], [10.0], [100.0], [1000.0]]] * 6
-
-
-def many_sizes(rank, feedback):
-    """Average a tensor with a key, then 70 others of other sizes without, then zeros with the key.
-
-    Returns (the key's errors before and after the others, the last average, numbers of errors and of
-    compressors before it).
-    """
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("feedback", [True, False])
+def test_sizes_that_do_not_come_again_are_forgotten_but_keys_are_not(rank, feedback):
+    """Average a tensor with a key, then 70 others of other sizes without, then zeros with the key."""
     state, errors = QuantizationState(bits=4, block_size=16, use_error_feedback=feedback), []
     for size in range(1, 75):
         keys, rows = (["kept"], 8) if size < 5 else (None, 10 + size)
@@ -227,12 +209,7 @@ def many_sizes(rank, feedback):
     num_compressors = sum(isinstance(each, QuantizedCompressor) for each in gc.get_objects())
     num_errors, zeros = len(state.state), torch.zeros(8, 16)
     gradcomp.average_([zeros], quantization_hook, state, keys=["kept"])
-    return *errors, zeros, num_errors, num_compressors
-
-
-@pytest.mark.parametrize("feedback", [True, False])
-def test_sizes_that_do_not_come_again_are_forgotten_but_keys_are_not(run_ranks, feedback):
-    ((before, after, average, num_errors, num_compressors),) = run_ranks(many_sizes, 1, feedback)
+    (before, after, average, num_errors, num_compressors) = *errors, zeros, num_errors, num_compressors
     assert (num_errors, num_compressors) == (65 if feedback else 0, 64)
     if feedback:
         assert before.any()
@@ -240,8 +217,9 @@ def test_sizes_that_do_not_come_again_are_forgotten_but_keys_are_not(run_ranks, 
         assert average.any()
 
 
-def keys_in_any_order(rank):
-    """Average in a different order on each rank; return the averages, and averages resumed in two orders."""
+@pytest.mark.ranks(2)
+def test_keys_are_told_apart_in_any_order(rank):
+    """Average in a different order on each rank."""
     state = powerSGD_hook.PowerSGDState(None, 1, 2, min_compression_rate=1)
 
     def average(state, values, order):
@@ -262,21 +240,36 @@ def keys_in_any_order(rank):
         again = powerSGD_hook.PowerSGDState(None, 1, 2, min_compression_rate=1)
         again.load_state_dict(state.state_dict())
         resumed.append(average(again, dict.fromkeys("ab", torch.zeros(16, 16)), order))
-    return plain, resumed
+    (one, other) = resumed
+    assert (plain["a"].unique().tolist(), plain["b"].unique().tolist()) == ([1], [10])
+    assert all(torch.equal(one[key], other[key]) for key in "ab")
+    assert one["b"].norm() > 10 * one["a"].norm() > 0
 
 
-def test_keys_are_told_apart_in_any_order(run_ranks):
-    for plain, (one, other) in run_ranks(keys_in_any_order, 2):
-        assert (plain["a"].unique().tolist(), plain["b"].unique().tolist()) == ([1], [10])
-        assert all(torch.equal(one[key], other[key]) for key in "ab")
-        assert one["b"].norm() > 10 * one["a"].norm() > 0
+def loaded(state, make):
+    new = make()
+    new.load_state_dict(state.state_dict())
+    return new
 
 
-def resumed_by_keys(rank):
-    """Return, by hook, way to go on, dtype and keys: what is lost of the sums, relative to these.
+RESUMED = {
+    "int4": (lambda: QuantizationState(bits=4, block_size=32), quantization_hook),
+    "PowerSGD": (lambda: powerSGD_hook.PowerSGDState(None, 2, 2), powerSGD_hook.powerSGD_hook),
+    "int8 factors": (
+        lambda: powerSGD_hook.PowerSGDState(None, 2, 2, factor_dtype=torch.int8),
+        powerSGD_hook.powerSGD_hook,
+    ),
+}
+WAYS = {
+    "loaded": loaded,
+    "copied": lambda state, make: copy.deepcopy(state),
+    "pickled": lambda state, make: pickle.loads(pickle.dumps(state)),
+}
 
-    The state also averages a model whose parameters have the keys as their names.
-    """
+
+@pytest.mark.ranks(2)
+def test_errors_go_on_by_key_in_another_order(rank):
+    """The state also averages a model whose parameters have the keys as their names."""
     lost = {}
     for name, (make, hook) in RESUMED.items():
         for way, go_on in WAYS.items():
@@ -304,30 +297,4 @@ def resumed_by_keys(rank):
                 left = total - torch.stack(owed)
                 torch.distributed.all_reduce(left)
                 lost[f"{name}, {way}, {dtype}, {keys}"] = float(left.norm() / total.norm())
-    return lost
-
-
-def loaded(state, make):
-    new = make()
-    new.load_state_dict(state.state_dict())
-    return new
-
-
-RESUMED = {
-    "int4": (lambda: QuantizationState(bits=4, block_size=32), quantization_hook),
-    "PowerSGD": (lambda: powerSGD_hook.PowerSGDState(None, 2, 2), powerSGD_hook.powerSGD_hook),
-    "int8 factors": (
-        lambda: powerSGD_hook.PowerSGDState(None, 2, 2, factor_dtype=torch.int8),
-        powerSGD_hook.powerSGD_hook,
-    ),
-}
-WAYS = {
-    "loaded": loaded,
-    "copied": lambda state, make: copy.deepcopy(state),
-    "pickled": lambda state, make: pickle.loads(pickle.dumps(state)),
-}
-
-
-def test_errors_go_on_by_key_in_another_order(run_ranks):
-    for lost in run_ranks(resumed_by_keys, 2):
-        assert {name: value for name, value in lost.items() if value > 1e-5} == {}
+    assert {name: value for name, value in lost.items() if value > 1e-5} == {}

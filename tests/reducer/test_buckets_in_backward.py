@@ -5,11 +5,13 @@ import torch
 from torch import nn
 
 from gradcomp.hooks import default_hooks
+from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, Branches, loss_of, make_reducer
 
 
-def order_of_events(rank, options):
-    """Return the third backward's events: "ready n" for a gradient, "bucket i" for a bucket's averaging."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, UNUSED, STATIC, VIEW], ids=str)
+def test_buckets_are_averaged_in_order_while_backward_runs(rank, options):
     torch.manual_seed(0)
     model, events = MLP(), []
     reducer = make_reducer(model, **{"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0005} | options)
@@ -27,17 +29,12 @@ def order_of_events(rank, options):
         outputs = model(model.batch(generator))
         reducer.prepare_for_backward(outputs)
         loss_of(outputs).backward()
-    return list(events)
-
-
-@pytest.mark.parametrize("options", [{}, UNUSED, STATIC, VIEW], ids=str)
-def test_buckets_are_averaged_in_order_while_backward_runs(run_ranks, options):
-    for events in run_ranks(order_of_events, 2, options):
-        buckets = [event for event in events if event.startswith("bucket")]
-        assert len(buckets) >= 3
-        assert buckets == [f"bucket {i}" for i in range(len(buckets))]
-        last_gradient = max(i for i, event in enumerate(events) if event.startswith("ready"))
-        assert events.index("bucket 0") < last_gradient
+    events = list(events)
+    buckets = [event for event in events if event.startswith("bucket")]
+    assert len(buckets) >= 3
+    assert buckets == [f"bucket {i}" for i in range(len(buckets))]
+    last_gradient = max(i for i, event in enumerate(events) if event.startswith("ready"))
+    assert events.index("bucket 0") < last_gradient
 
 
 class OutOfOrder(nn.Module):
@@ -53,7 +50,8 @@ class OutOfOrder(nn.Module):
         return x
 
 
-def rebuilt_order(rank):
+@pytest.mark.ranks(2)
+def test_buckets_are_rebuilt_once_in_rank_0s_order(rank):
     torch.manual_seed(0)
     model = OutOfOrder()
     reducer = make_reducer(model)
@@ -62,11 +60,7 @@ def rebuilt_order(rank):
         order = [3, 0, 4, 1, 2] if rank == 0 else [1, 4, 2, 0, 3]
         loss_of(model(torch.randn(3, 40), order)).backward()
         orders.append([bucket.indices for bucket in reducer.communicator.buckets])
-    return orders, [param.grad for param in model.parameters()]
-
-
-def test_buckets_are_rebuilt_once_in_rank_0s_order(run_ranks):
-    first, second = run_ranks(rebuilt_order, 2)
+    first, second = of_all_ranks((orders, [param.grad for param in model.parameters()]))
     for orders, _ in (first, second):
         assert orders[0] == orders[1] == orders[2] == first[0][0]
         # The last layer of rank 0's forward is ready first.
@@ -75,8 +69,9 @@ def test_buckets_are_rebuilt_once_in_rank_0s_order(run_ranks):
     assert all(torch.equal(one, other) for one, other in zip(first[1], second[1], strict=True))
 
 
-def memory_of_gradients(rank, set_to_none):
-    """Return after each of several steps whether all gradients are stored in the buckets."""
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_views_of_the_buckets(rank, set_to_none):
     model = MLP()
     reducer = make_reducer(model, gradient_as_bucket_view=True)
     facts = []
@@ -86,16 +81,12 @@ def memory_of_gradients(rank, set_to_none):
         loss_of(model(torch.randn(3, 20))).backward()
         storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in reducer.communicator.buckets}
         facts.append(all(p.grad.untyped_storage().data_ptr() in storages for p in model.parameters()))
-    return facts
+    assert facts == [True] * 4
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_views_of_the_buckets(run_ranks, set_to_none):
-    assert run_ranks(memory_of_gradients, 1, set_to_none) == [[True] * 4]
-
-
-def views_during_backward(rank):
-    """Return for every bucket whether, when it is averaged, all gradients up to it are views of buckets."""
+@pytest.mark.ranks(1)
+def test_new_gradients_do_not_outlive_their_bucket(rank):
+    """With bucket views, gradients that autograd allocates are freed as soon as their bucket is filled."""
     model = MLP()
     caps = {"bucket_cap_mb": 0.0005, "first_bucket_cap_mb": 0.0005}
     reducer = make_reducer(model, gradient_as_bucket_view=True, **caps)
@@ -115,12 +106,6 @@ def views_during_backward(rank):
     for _ in range(3):
         model.zero_grad()
         loss_of(model(torch.randn(3, 20))).backward()
-    return facts
-
-
-def test_new_gradients_do_not_outlive_their_bucket(run_ranks):
-    """With bucket views, gradients that autograd allocates are freed as soon as their bucket is filled."""
-    (facts,) = run_ranks(views_during_backward, 1)
     assert len(facts) >= 9
     assert all(facts)
 

@@ -10,6 +10,7 @@ from torch import nn
 import gradcomp
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
+from tests.ranks import of_all_ranks
 from tests.reducer.models import CAP_MB, MLP, UNUSED, VIEW, Branches, loss_of, run_cases
 from tests.tolerances import average
 
@@ -129,7 +130,8 @@ def test_two_wrappers_with_a_layer_in_common(run_ranks):
     run_ranks(freeze_and_run_cases, 2, through_wrappers, cases)
 
 
-def unused(rank):
+@pytest.mark.ranks(2)
+def test_unused_parameters_keep_their_gradients(rank):
     """Check that a parameter that no rank uses keeps its gradient under two Reducers."""
     torch.manual_seed(0)
     model = Branches()
@@ -144,11 +146,7 @@ def unused(rank):
             reducer.prepare_for_backward(outputs)
         loss_of(outputs).backward()
         assert (model.never.weight.grad == rank + 1.0).all()
-    return model.trunk.weight.grad
-
-
-def test_unused_parameters_keep_their_gradients(run_ranks):
-    first, second = run_ranks(unused, 2)
+    first, second = of_all_ranks(model.trunk.weight.grad)
     assert torch.equal(first, second)
 
 
@@ -190,7 +188,8 @@ def test_gradients_are_views_once_the_other_reducer_has_ended(run_ranks):
         assert results == [True, True, True, False]
 
 
-def over_other_ranks(rank):
+@pytest.mark.ranks(2)
+def test_two_reducers_over_different_ranks_are_refused(rank):
     model = MLP()
     alone = [dist.new_group([each]) for each in range(2)][rank]
     kept = Reducer(model.named_parameters(), process_group=alone)
@@ -200,20 +199,13 @@ def over_other_ranks(rank):
     del kept, reducer
 
 
-def test_two_reducers_over_different_ranks_are_refused(run_ranks):
-    run_ranks(over_other_ranks, 2)
-
-
-def kept_on_one_rank(rank):
+@pytest.mark.ranks(2)
+def test_a_reducer_that_only_one_rank_has_kept_is_named_on_every_rank(rank):
     model = MLP()
     kept = reducer_of(model, {"verify": False}) if rank == 1 else None
     with pytest.raises(RuntimeError) as caught:
         reducer_of(model, {})
     del kept
-    return str(caught.value)
-
-
-def test_a_reducer_that_only_one_rank_has_kept_is_named_on_every_rank(run_ranks):
-    first, second = run_ranks(kept_on_one_rank, 2)
+    first, second = of_all_ranks(str(caught.value))
     assert first == second
     assert "number of other live Reducers with some of the parameters is 0 on rank 0 and 1 on rank 1" in first

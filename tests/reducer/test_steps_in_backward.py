@@ -1,11 +1,15 @@
 """Test that optimizers that step in a parameter's hook are refused, and hooks that only look are allowed."""
 
+from itertools import product
+
 import pytest
 import torch
 
 import gradcomp
 from gradcomp.reducer import Reducer
-from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, loss_of, run_cases
+from tests.ranks import of_all_ranks
+from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, loss_of
+from tests.training import parameters_of
 
 
 def as_in_the_tutorial(model):
@@ -79,54 +83,44 @@ HOOKS = [as_in_the_tutorial, step_alone, through_data, one_parameter]
 TIMES = ["before", "after", "later"]
 
 
-def test_an_optimizer_that_steps_before_the_average_is_refused(run_ranks):
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_steps_before_the_average_is_refused(rank):
     cases = [(attach, wrapper, time, {}) for attach in HOOKS for wrapper in (False, True) for time in TIMES]
     cases += [(torchs, False, time, {}) for time in TIMES]  # the wrapper steps these after the averaging
     cases += [(as_in_the_tutorial, True, "after", options) for options in (VIEW, UNUSED, STATIC)]
-    for messages in run_ranks(run_cases, 2, message_of, cases):
-        for case, message in zip(cases, messages, strict=True):
-            assert message.startswith("parameters "), case
-            assert "2.weight" in message, case
-            assert "register_post_accumulate_grad_hook" in message, case
-            assert "Step after backward()" in message, case
+    for case in cases:
+        message = message_of(rank, *case)
+        assert message.startswith("parameters "), case
+        for part in ("2.weight", "register_post_accumulate_grad_hook", "Step after backward()"):
+            assert part in message, case
 
 
-def harmless(rank, is_wrapper, when, options):
-    """Train with hooks that look at gradients; return how often they were called, and the parameters."""
-    torch.manual_seed(0)
-    model, seen = MLP(), []
+@pytest.mark.ranks(2)
+def test_hooks_that_only_look_are_let(rank):
+    for is_wrapper, when, options in product((False, True), ("before", "after"), ({}, VIEW)):
+        torch.manual_seed(0)
+        model, seen = MLP(), []
 
-    def attach():
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(lambda param: seen.append(float(param.grad.sum())))
+        def attach(model=model, seen=seen):
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(lambda param: seen.append(float(param.grad.sum())))
 
-    if when == "before":
-        attach()
-    forward = wrap(model, is_wrapper, options)
-    if when == "after":
-        attach()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(forward(torch.full((2, 20), float(rank + step)))).backward()
-        optimizer.step()
-    return len(seen), torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
-def test_hooks_that_only_look_are_let(run_ranks):
-    cases = [
-        (wrapper, when, each)
-        for wrapper in (False, True)
-        for when in ("before", "after")
-        for each in ({}, VIEW)
-    ]
-    first, second = run_ranks(run_cases, 2, harmless, cases)
-    for case, (num_seen, parameters), (_, others) in zip(cases, first, second, strict=True):
-        assert num_seen == 4 * 6, case
-        assert torch.equal(parameters, others), case
+        if when == "before":
+            attach()
+        forward = wrap(model, is_wrapper, options)
+        if when == "after":
+            attach()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(forward(torch.full((2, 20), float(rank + step)))).backward()
+            optimizer.step()
+        assert len(seen) == 4 * 6, (is_wrapper, when, options)
+        assert torch.equal(*of_all_ranks(parameters_of(model))), (is_wrapper, when, options)
 
 
-def local_steps(rank):
+@pytest.mark.ranks(2)
+def test_steps_within_no_sync_are_let(rank):
     """Step within no_sync(), where gradients are each rank's own, and average afterwards."""
     model = MLP()
     reducer = Reducer(model.named_parameters())
@@ -136,7 +130,3 @@ def local_steps(rank):
     for param in model.parameters():
         param._post_accumulate_grad_hooks.clear()
     loss_of(model(torch.ones(2, 20))).backward()
-
-
-def test_steps_within_no_sync_are_let(run_ranks):
-    run_ranks(local_steps, 2)
