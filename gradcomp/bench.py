@@ -31,10 +31,8 @@ from gradcomp.hooks.default_hooks import allreduce_hook
 
 INTERRUPTED = 128 + signal.SIGINT
 TIMEOUT = timedelta(seconds=120)
-# The path of the file through which processes started by bench find each other.
-STORE_VARIABLE = "GRADCOMP_BENCH_STORE"
-# So long rank 0 has to print why all ranks end. A launcher ends all of them when one has ended.
-GRACE_S = 5.0
+STORE = "GRADCOMP_BENCH_STORE"  # where processes that bench has started find each other
+GRACE_S = 5.0  # for rank 0 to print why all ranks end: a launcher ends all when one has ended
 HOW_TO_START = (
     "start it with torchrun on every machine (torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
     "--rdzv-endpoint HOST:29400 -m gradcomp bench), or with --ranks N for N processes on this machine"
@@ -89,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         state = AutoState(None, names, **trial, ranks_per_node=per_node or AUTO)
     except ValueError as error:
         parser.error(str(error))
-    is_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # set by torchrun, and by _run_locally
+    is_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # set by torchrun, and by _run_as
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else options.ranks
     if num_ranks is None:
         parser.error(f"there is one process only; {HOW_TO_START}")
@@ -99,32 +97,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("one rank has nobody to communicate with: start two at least")
     if num_ranks % (per_node or 1):
         parser.error(f"{num_ranks} ranks don't fill nodes of {per_node} (--ranks-per-node)")
-    if not is_rank:
-        sys.exit(_run_locally(given, num_ranks))
     try:
-        _run_rank(parser, options, state)
+        if is_rank:
+            _run_rank(parser, options, state)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+            spawn(_run_as, (given, {**sizes, STORE: f"file://{folder}/store"}), num_ranks, daemon=True)
+    except ProcessExitedException as error:
+        # A process that signal n has killed has the status -n.
+        sys.exit(error.exit_code if error.exit_code >= 0 else 128 - error.exit_code)
     except KeyboardInterrupt:
-        os._exit(INTERRUPTED)  # without cleanup: collectives under way would wait for the other ranks
+        if is_rank:
+            os._exit(INTERRUPTED)  # without cleanup: collectives under way would wait for the other ranks
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
-def _run_locally(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run bench in num_ranks processes, which end when this process ends; return the exit status."""
-    with tempfile.TemporaryDirectory() as folder:
-        places = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, STORE_VARIABLE: f"{folder}/store"}
-        try:
-            spawn(_run_as, (arguments, places), num_ranks, daemon=True)
-        except ProcessExitedException as error:
-            # A process that signal n has killed has the status -n.
-            return error.exit_code if error.exit_code >= 0 else 128 - error.exit_code
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return INTERRUPTED
-    return 0
-
-
-def _run_as(rank: int, arguments: Sequence[str], places: Mapping[str, object]) -> None:
-    """Run bench as one of _run_locally's ranks. places: environment variables."""
-    os.environ |= {name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": rank, **places}.items()}
+def _run_as(rank: int, arguments: Sequence[str], places: Mapping[str, str]) -> None:
+    """Run bench as a rank that it has started. places: environment variables."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **places}
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
     main(arguments)
@@ -139,10 +131,8 @@ def _run_rank(parser: BenchParser, options: Any, state: AutoState) -> None:
     device = torch.device("cuda", local_rank) if on_gpus and not options.cpu else torch.device("cpu")
     if has_streams(device):
         torch.cuda.set_device(device)
-    store = os.environ.get(STORE_VARIABLE)
-    where = "env://" if store is None else f"file://{store}"
     backend = "nccl" if has_streams(device) else "gloo"
-    dist.init_process_group(backend, where, TIMEOUT, world_size, rank)
+    dist.init_process_group(backend, os.environ.get(STORE, "env://"), TIMEOUT, world_size, rank)
     try:
         module, loss = _model(parser, options.model, device)
         if rank == 0:
@@ -159,20 +149,18 @@ def report(state: AutoState, noop_ms: float, none_ms: float) -> list[str]:
     """Return lines of text: what a step without communication would gain, the trial's table, the choice."""
     rows = [["hook", "step", "gain", "interval", "wait", "sent", "loss, nats", "why not"]]
     rows.append(["noop", _ms(noop_ms), _ms(none_ms - noop_ms), "", "", "0 B", "", "it averages nothing"])
-    table = {row["candidate"]: row for row in state.table}
-    for name, row in table.items():
+    for row in state.table:
         low, high, sent, nats = (row[key] for key in ("gain_low_ms", "gain_high_ms", "sent_bytes", "nats"))
         interval = "" if low is None else f"{low:.3g} to {high:.3g}"
-        cells = [name, *map(_ms, (row["ms"], row["gain_ms"])), interval, _ms(row["wait_ms"])]
+        cells = [row["candidate"], _ms(row["ms"]), _ms(row["gain_ms"]), interval, _ms(row["wait_ms"])]
         cells += ["" if sent is None else shown_bytes(sent), "" if nats is None else f"{nats:+.3f}"]
         rows.append([*cells, row["why"]])
-    (first, *_), chosen = table, str(state.choice)
-    advice = (
-        f"Don't compress: no hook surely gains more than {state.tolerance:.0%} of a step, within the wait."
-    )
-    if chosen != first:
-        ms, before = (_ms(table[name]["ms"]) for name in (chosen, first))
-        advice = f"Use {chosen}: a step takes {ms} instead of {before}."
+    step = {name: ms for name, ms, *_ in rows[2:]}
+    (first, *_), chosen = step, str(state.choice)
+    advice = f"Use {chosen}: a step takes {step[chosen]} instead of {step[first]}."
+    if chosen == first:
+        surely = f"no hook surely gains more than {state.tolerance:.0%} of a step, within the wait."
+        advice = f"Don't compress: {surely}"
     return [
         f"headroom: without communication (noop) a step is {1 - noop_ms / none_ms:.0%} shorter",
         "",
@@ -186,8 +174,6 @@ def report(state: AutoState, noop_ms: float, none_ms: float) -> list[str]:
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.3g} ms"
 
-
-# --- training ---
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -231,7 +217,7 @@ def measure(
 
 
 def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Loss]:
-    """Return a GPT, by default of 3.3 million parameters, without positions, and its loss."""
+    """Return a GPT without positions, and its loss."""
     options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
     blocks = (nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(num_blocks))
     head = nn.Linear(width, 256, bias=False)
@@ -240,10 +226,7 @@ def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Loss]:
     return module, lambda model: cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {
-    "gpt": gpt,
-    "gpt-medium": partial(gpt, 1024, 24),  # 303 million parameters
-}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {"gpt": gpt, "gpt-medium": partial(gpt, 1024, 24)}
 
 
 def _model(parser: BenchParser, name: str, device: torch.device) -> tuple[nn.Module, Loss]:
