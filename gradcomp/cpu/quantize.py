@@ -51,11 +51,13 @@ def quantize(
     bits: int,
     top: float,
     gradients: Callable[[], torch.Tensor] | None = None,
+    error: torch.Tensor | None = None,
 ) -> None:
-    """Quantize blocks, and leave the quantization errors in values.
+    """Quantize blocks, and write the quantization errors to error, or in place of values.
 
-    values: [blocks, size], fp32 or fp64, contiguous. Afterwards values − decoded codes, or zeros in a block
-        that isn't finite. CHUNK_NUMEL elements are quantized fastest.
+    values: [blocks, size], fp32 or fp64, contiguous. CHUNK_NUMEL elements are quantized fastest.
+    error: like values. Afterwards values − decoded codes; a block that isn't finite keeps its error. None to
+        write to values, with zeros in such a block.
     codes: uint8 [blocks, size · bits / 8], written. At 4 bits a byte's lower half is the first one of a pair.
     scales: bf16 [blocks], written.
     top: the largest number to decode to.
@@ -64,8 +66,12 @@ def quantize(
     if not len(values):
         return
     scale, least, largest = find_scales(values, scales=scales, bits=bits, gradients=gradients)
+    bad = before = None
     if not largest < torch.inf:
         is_bad = scale.isnan()
+        if error is not None:
+            bad = is_bad[:, 0].nonzero()[:, 0]
+            before = error.index_select(0, bad)
         values.masked_fill_(is_bad, 0.0)
         scale.masked_fill_(is_bad, 0.0)
         least, largest = _bounds(scale)
@@ -87,10 +93,13 @@ def quantize(
         each = _scratch(values.shape, torch.int8).copy_(decoded.round_())
         pairs = each.bitwise_and_(15).view(torch.int16)
         signed.copy_((pairs >> 4).bitwise_or_(pairs))
+    out = values if error is None else error
     if largest * LARGEST_CODE[bits] <= top:
-        values.addcmul_(decoded, scale, value=-1)
+        torch.addcmul(values, decoded, scale, value=-1, out=out)
     else:
-        values -= decoded.mul_(scale).clamp_(-top, top)
+        torch.sub(values, decoded.mul_(scale).clamp_(-top, top), out=out)
+    if bad is not None and before is not None:
+        out.index_copy_(0, bad, before)
 
 
 def find_scales(
@@ -271,7 +280,10 @@ class QuantizedPlan:
         unused: Sequence[Part] = (),
         stays: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Quantize gradients plus errors into payload. The quantization errors become this rank's error."""
+        """Quantize gradients plus errors into payload. The quantization errors become this rank's error.
+
+        A block that isn't finite keeps its error.
+        """
         error, waiting = self.error, []
         for index, part in enumerate(unused):
             if stays is None:
@@ -290,10 +302,13 @@ class QuantizedPlan:
                 values = self._values_of(chunk, shard, is_own, flat)
                 gradients = None if error is None else partial(self._gradients_of, chunk, flat)
                 how: dict[str, Any] = {"scales": chunk.scales, "bits": self._bits, "gradients": gradients}
-                if is_own:
-                    find_scales(values, **how)
-                else:
-                    quantize(values, codes=chunk.codes, top=self._top, **how)
+                kept = None if error is None else self._kept_in(shard)[chunk.rows]
+                if not is_own:
+                    quantize(values, codes=chunk.codes, top=self._top, error=kept, **how)
+                    continue
+                scale, _, largest = find_scales(values, **how)
+                if kept is not None:
+                    kept.copy_(values if largest < torch.inf else torch.where(scale.isnan(), kept, values))
         for values, mask, before in waiting:
             values[mask] = before
         exact = flat.new_zeros(len(payload) * self.layout.exact_numel, dtype=self._uncompressed_dtype)
@@ -310,14 +325,19 @@ class QuantizedPlan:
         return self.error.view(layout.world_size, layout.num_blocks, layout.block_size)[shard]
 
     def _values_of(self, chunk: Chunk, shard: int, is_own: bool, flat: torch.Tensor) -> torch.Tensor:
-        """Return a chunk's gradients plus errors, as a view of where the chunk's errors are kept, if any."""
-        if self.error is not None or is_own:
-            values = self._kept_in(shard)[chunk.rows]
+        """Return a chunk's gradients plus errors, in scratch; without errors the own where they are kept."""
+        values, gradients = self._scratch[: len(chunk.scales)], None
+        if chunk.in_bucket is not None:
+            gradients = flat[chunk.in_bucket].view(values.shape)
+        if self.error is not None:
+            error = self._kept_in(shard)[chunk.rows]
+            if gradients is not None:
+                return torch.add(error, gradients, out=values)
+            values.copy_(error)
         else:
-            values = self._scratch[: len(chunk.scales)]
-        if self.error is None:
-            if chunk.in_bucket is not None:
-                return values.copy_(flat[chunk.in_bucket].view(values.shape))
+            values = self._kept_in(shard)[chunk.rows] if is_own else values
+            if gradients is not None:
+                return values.copy_(gradients)
             values.zero_()
         for stored, in_bucket in chunk.copies:
             values.view(-1)[stored].add_(flat[in_bucket])
@@ -338,12 +358,13 @@ class QuantizedPlan:
         if not self.mean.numel():
             return
         scales, largest, top = self._scales_of(self.received)
-        unsent = (scales == 0).all(0)
+        stays = (scales == 0).all(0) | scales[rank].isnan()
         is_small = largest <= SMALL_SCALE  # False if a scale is NaN
         for index, mean in enumerate(self._mean):
             own = self._kept_in(rank)[mean.rows]
-            # If no rank has sent a block, as of a layer that all ranks skip, its error stays.
-            left_out = unsent[mean.rows].nonzero()[:, 0]
+            # If no rank has sent a block, as of a layer that all ranks skip, its error stays; also if this
+            # rank's own gradients in it aren't finite.
+            left_out = stays[mean.rows].nonzero()[:, 0]
             before = own.index_select(0, left_out)
             own.index_fill_(0, left_out, 0.0)
             self._add_others(own, rank, index, top)

@@ -134,6 +134,7 @@ class PowerSGDPlan:
                 p, q = self._panel(index, "p"), self._panel(index, "q")
                 # In fp64: no user's setting, such as TF32 or autocast, makes it less precise.
                 product = (p.double() @ q.double().mT / SHRINK.value).to(flat.dtype)
+                product = torch.where(p[0, 0].isnan(), 0.0, product)  # see tile.is_lost
                 error = (self._matrix(index).to(p.dtype) - product.to(p.dtype)).to(flat.dtype)
                 # An error that isn't finite counts as zero, as in project.
                 error = torch.where(error.isfinite(), error, 0.0).flatten()

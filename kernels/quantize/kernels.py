@@ -31,8 +31,8 @@ def _quantize_kernel(
 ):  # fmt: skip
     """Quantize M = gradient + error: write codes and scales to the payloads, and error = M − decoded codes.
 
-    In this rank's own shard error = M: nobody reads the codes there. Where M isn't finite, the error counts
-    as zero.
+    In this rank's own shard error = M: nobody reads the codes there. Where only M isn't finite, the error
+    counts as zero. A block whose scale is NaN keeps its error.
 
     grad_ptr: the bucket.
     error_ptr: [blocks of all shards, SIZE], fp32 (fp64 for an fp64 bucket). Without FEEDBACK
@@ -65,7 +65,7 @@ def _quantize_kernel(
         codes, scale, lost = encode(values, BITS, LIMIT)
         store_codes(codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), codes, third, BLOCKS, SIZE, BITS)
         store_scales(payload_ptr, tl.load(work + 6), scale, third, BLOCKS)
-        tl.store(error + offs, tl.where(is_own, values, lost), mask=mask)
+        tl.store(error + offs, tl.where(is_own, values, lost), mask=mask & (scale == scale)[:, None])
     else:
         exact = (payload_ptr + third).to(tl.pointer_type(EXACT))
         copy_tile(grad, exact, length, 1.0, COPY_BLOCK)
@@ -87,9 +87,9 @@ def sum_of_ranks(
     WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return (SHRINK · (own + Σ of the others' decoded tiles, in their order), whether any scale isn't zero).
+    """Return (SHRINK · (own + Σ of the others' decoded tiles, in their order), what scales show).
 
-    The second result is per block. The tiles of AHEAD ranks are loaded at a time.
+    That is per block: 0 if all are zero, 3 if the own is NaN, otherwise 1. AHEAD ranks' tiles load at a time.
 
     own: this rank's tile. Where its scale is NaN, the sum is NaN.
     code_at, scale_at: the bytes of the tile's first code and first scale in a payload.
@@ -97,7 +97,7 @@ def sum_of_ranks(
     ACC: tl.constexpr = own.dtype
     AHEAD: tl.constexpr = 4 if WORLD_SIZE > 2 else WORLD_SIZE
     total = own * SHRINK
-    is_sent = tl.zeros((BLOCKS,), tl.int32)
+    shown = tl.zeros((BLOCKS,), tl.int32)
     for start in range(0, WORLD_SIZE, AHEAD):
         packed = ()
         scales = ()
@@ -111,8 +111,9 @@ def sum_of_ranks(
             scales = scales + (load_scales(payload, scale_at, sent_blocks, BLOCKS),)
         for i in tl.static_range(AHEAD):
             total += decode(packed[i], scales[i].to(ACC) * SHRINK, ACC, BITS, LIMIT * SHRINK)
-            is_sent |= (scales[i] != 0.0).to(tl.int32)
-    return total, is_sent != 0
+            shown |= (scales[i] != 0.0).to(tl.int32)
+            shown |= tl.where((start + i == rank) & (scales[i] != scales[i]), 3, 0)
+    return total, shown
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def average_blocks(
         own = tl.load(error + offs, mask=mask, other=0.0)
     else:
         own = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
-    total, is_sent = sum_of_ranks(
+    total, shown = sum_of_ranks(
         own, received_ptr.to(tl.pointer_type(tl.uint8)), payload_bytes, code_at, scale_at, num_blocks, rank,
         WORLD_SIZE, SHRINK, BITS, LIMIT, SIZE, BLOCKS,
     )  # fmt: skip
@@ -192,13 +193,13 @@ def average_blocks(
         store_gradients(out_ptr + at, mean_of(total, BY, INVERSE), length, num_blocks, BLOCKS, SIZE)
         lost = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
     else:
-        total = tl.where(is_sent[:, None], saturated(total, LARGEST * BY), 0.0)
+        total = tl.where((shown != 0)[:, None], saturated(total, LARGEST * BY), 0.0)
         codes, scale, lost = encode(mean_of(total, BY, INVERSE), BITS, LIMIT)
         payload = out_ptr.to(tl.pointer_type(tl.uint8))
         store_codes(codes_at(payload, code_at, SIZE, BITS), codes, num_blocks, BLOCKS, SIZE, BITS)
         store_scales(payload, scale_at, scale, num_blocks, BLOCKS)
         lost = saturated(lost * DIVISOR, LARGEST)
-        mask = mask & is_sent[:, None]
+        mask = mask & (shown == 1)[:, None]
     if FEEDBACK and HAS_OWN:
         tl.store(error + offs, lost, mask=mask)
 
@@ -214,8 +215,8 @@ def _average_kernel(
     """Compute mean = (this rank's own values + Σ the others' decoded values) / DIVISOR, and quantize it.
 
     The own values are in error. Afterwards error = DIVISOR · (mean − decoded mean). In a block for which
-    every rank sent the scale 0, the mean is zero, and error doesn't change. Means and errors are limited to
-    ±LARGEST, the largest finite number of error's dtype.
+    every rank sent the scale 0, the mean is zero, and error doesn't change; nor where the own scale is NaN.
+    Means and errors are limited to ±LARGEST, the largest finite number of error's dtype.
 
     With ONLY_SUMS the mean isn't quantized: out = round(mean), and error = 0. Without HAS_OWN this rank's own
     values are in its payload like the others', and error isn't used.
