@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from gradcomp import ops
 from gradcomp.layout import BlockLayout
 from tests.kernels.powersgd.ranks import plans_of, random_grads
-from tests.kernels.quantize.ranks import all_reduce
+from tests.kernels.quantize.ranks import Rank, all_reduce
 
 FP32 = torch.float32
 SIZE = 128
@@ -18,7 +17,7 @@ def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, uncompressed_
     (plan,) = plans_of(shapes, rank, dtype, device, wire_dtype=wide)
     p_numels, uncompressed_numel, q_numels = plan.wire_numels
     codes = [
-        ops.quantized_plan(
+        Rank(
             BlockLayout(parts, SIZE, world_size),
             wide,
             device,
