@@ -20,14 +20,15 @@ from .cpu.copy import scale_ as scale_
 from .device import has_streams
 from .kernels import flatten as flatten_kernel
 from .kernels.powersgd import plan as powersgd_kernels
-from .kernels.quantize import plan as quantize_kernels
+from .kernels.quantize import kernels as quantize_kernels
 from .kernels.tile import BLOCK
 
 if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, PowerSGDLayout
 
 PowerSGDPlan = powersgd_kernels.PowerSGDPlan | cpu_powersgd.PowerSGDPlan
-QuantizedPlan = quantize_kernels.QuantizedPlan | cpu_quantize.QuantizedPlan
+# A launch on the kernels, which has a compile(device); or the same in plain torch.
+Operation = Any
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -272,65 +273,62 @@ def compile_powersgd(
         powersgd_kernels.PowerSGDPlan(layout, dtype, meta, seed=0, **arithmetic).compile(device)
 
 
-def quantized_plan(
-    layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any
-) -> QuantizedPlan:
-    """Return the plan of one bucket's quantized all-reduce: its buffers and the three local stages of a step.
+def encoder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> Operation:
+    """Return encode(buffer, payload, kept, rank), which quantizes a bucket.
 
     layout: the quantized and the exact tensors, and the shards.
     dtype: the bucket's dtype. Sums and errors are in fp32 (fp64 for fp64).
-    device: the bucket's device.
+    device: the bucket's device; "meta" for an operation that is only compiled.
 
-    Options:
+    Options, of all three operations:
 
     bits: 4 or 8 bits per element.
-    error_feedback: keep errors, and add them to the next step's gradients.
-    uncompressed_dtype: the dtype in which exact tensors are sent; None for the bucket's.
-    divisor: the number that sums over a shard's senders are divided by; None for their number. Between nodes
-        it is the number of all ranks, times the factor that gradients were multiplied by before.
-    averages_dtype: the dtype that averages must fit when they are dequantized; None for the bucket's.
-    only_dequantizes: True if only plan.payload and plan.dequantize are used. Nothing else is allocated.
-    only_sums: True for a reduce-scatter. The layout's shards have equal tensors, and plan.sum(out, rank)
-        replaces stages 3 to 5: out [elements of a shard], in averages_dtype, = the sum / divisor. With
-        error_feedback plan.error is the caller's, zero in this rank's shard after the sum: assign
-        [world size · shard_numel] before each plan.quantize, so that buckets can share a plan.
-    only_gathers: True for an all-gather of shards with equal tensors. plan.payload is the caller's: assign
-        [world size, plan.payload_bytes] before plan.quantize(shard, row), which writes one row of it from
-        [elements of a shard], and before plan.dequantize(flat).
-    num_senders: the number of ranks, for an average in one exchange. The layout has one shard, which every
-        rank quantizes as a whole, error = M − quantized M, and sends to all: an all-gather from plan.payload
-        to plan.received [num_senders, bytes]. Then plan.sum(flat, rank, received) replaces stages 3 to 5;
-        received: None for plan.received.
+    uncompressed_dtype: the dtype in which exact tensors are sent; None for dtype.
+    averages_dtype: the dtype that averages must fit when they are dequantized; None for dtype.
 
-    A step:
+    Of encoder and adder:
 
-    1. plan.quantize(flat, rank, unused, stays): M = gradient + error; plan.payload [world size, bytes] = M's
-       codes and scales and the exact elements, one row per shard; error = M − quantized M. This rank's own
-       shard of M isn't quantized: error = M there until stage 3. Of its row only the scales count, which
-       show whether blocks are zero or not finite.
-       unused: parts of the layout that this rank's backward has not used. Zeros are sent for them, their
-       errors stay, and flat is zero there.
-       stays: for each unused part a mask of the elements whose errors stay; None for all. With masks flat is
-       sent as it is.
-    2. All-to-all from plan.payload to plan.received.
-    3. plan.average(rank): plan.mean [bytes] = the quantized mean of this rank's shard: its own M, and what
-       plan.received has from the others. In the shard error = divisor · (mean − quantized mean). A block that
-       no rank has sent keeps its error.
-    4. All-gather from plan.mean to plan.payload.
-    5. plan.dequantize(flat): write the means to the bucket.
+    error_feedback: kept is this rank's error, [world size · shard_numel], in the order of the padded blocks.
+        Otherwise it is [shard_numel], for this rank's own values from encode to add; or empty without them.
 
-    plan.error: [world size · shard_numel], the values that the averages still lack from this rank, in the
-        order of the padded blocks; zero in padding. None without error_feedback.
+    All buffers are the caller's, and arguments are by keyword. encode: M = buffer + error;
+    payload [world size, bytes] = M's codes and scales and the exact elements, one row per shard;
+    error = M − quantized M. A block that isn't finite keeps its error. The shard with the number `rank`
+    isn't quantized: kept = M there until the sum. Of its row only the scales count, which show whether blocks
+    are zero or not finite. rank: −1 for no such shard.
     """
-    if runs_triton(device):
-        return quantize_kernels.QuantizedPlan(layout, dtype, device, **options)
-    return cpu_quantize.QuantizedPlan(layout, dtype, **options)
+    if runs_triton(device) or device.type == "meta":
+        return quantize_kernels.encoder(layout, dtype, device, **options)
+    return cpu_quantize.Encoder(layout, dtype, **options)
 
 
-def compile_quantized(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> None:
-    """Compile the kernels that a quantized_plan with these arguments launches; see compile_powersgd."""
-    if has_streams(device):
-        quantize_kernels.QuantizedPlan(layout, dtype, torch.device("meta"), **options).compile(device)
+def adder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> Operation:
+    """Return add(received, out, kept, rank), which sums the ranks' payloads of one shard.
+
+    layout: the shard's tensors; in codes a BlockLayout.piece of one shard.
+
+    Further options:
+
+    num_payloads: the number of rows in received.
+    has_own: whether this rank's own values are in kept, rather than in the row with the number `rank`.
+    divisor: the number that the sum is divided by; None for num_payloads. Between nodes it is the number of
+        all ranks, times the factor that gradients were multiplied by before.
+    in_codes: whether out [bytes] is a payload. Otherwise it has the shard's tensors, in averages_dtype.
+
+    In codes, error = divisor · (mean − quantized mean) in the shard. A block keeps its error if no rank has
+    sent it, or if this rank's own values in it aren't finite. Otherwise than in codes the error in the shard
+    becomes zero. For the rest see encoder.
+    """
+    if runs_triton(device) or device.type == "meta":
+        return quantize_kernels.adder(layout, dtype, device, **options)
+    return cpu_quantize.Adder(layout, dtype, **options)
+
+
+def decoder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> Operation:
+    """Return decode(payload, buffer), which writes one payload per shard to the bucket; see encoder."""
+    if runs_triton(device) or device.type == "meta":
+        return quantize_kernels.decoder(layout, dtype, device, **options)
+    return cpu_quantize.Decoder(layout, dtype, **options)
 
 
 # --- checks of arguments, with messages that show the bad value ---

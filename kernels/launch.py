@@ -17,7 +17,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from ..device import accepted_options, is_rocm
+from ..device import accepted_options, has_streams, is_rocm, launching_on
 
 ALIGNMENT = 16  # bytes; pointers that are multiples of it are compiled to wider accesses
 MAX_REGISTERS = 255  # per thread
@@ -44,9 +44,9 @@ class Slot:
         self.name, self.example = name, example
 
     @classmethod
-    def buffer(cls, dtype: torch.dtype) -> Slot:
-        """Return the slot "buffer", for a tensor of this dtype."""
-        return cls("buffer", torch.empty(1, dtype=dtype, device="meta"))
+    def buffer(cls, dtype: torch.dtype, name: str = "buffer") -> Slot:
+        """Return the slot of a tensor of this dtype."""
+        return cls(name, torch.empty(1, dtype=dtype, device="meta"))
 
 
 class Launch:
@@ -109,30 +109,35 @@ class Launch:
 
 
 class Stage:
-    """Launches that follow one another.
+    """Launches that follow one another on a device. On one without streams, Triton launches them itself.
 
-    launches: in their order. Without compile() or before it, Triton launches them.
+    device: "meta" for a stage that is only compiled.
     """
 
-    def __init__(self, launches: Iterable[Launch]):
+    def __init__(self, launches: Iterable[Launch], device: torch.device):
+        self._device = device
         self._launches = [launch for launch in launches if launch.num_programs]
         self._is_compiled = False
         examples = {slot.name: slot.example for launch in self._launches for _, slot in launch.slots}
         self._dtypes = {name: each.dtype for name, each in examples.items() if isinstance(each, torch.Tensor)}
+        if has_streams(device):
+            self.compile(device)
 
-    def compile(self) -> None:
-        """Compile the kernels for the current device, and launch the compiled kernels from now on."""
-        are_compiled = [launch.compile() for launch in self._launches]
+    def compile(self, device: torch.device) -> None:
+        """Compile the kernels for a device, and launch the compiled kernels from now on."""
+        with launching_on(device):
+            are_compiled = [launch.compile() for launch in self._launches]
         self._is_compiled = all(are_compiled)
 
     def __call__(self, **values: torch.Tensor | float) -> None:
-        """Launch on the current device and stream. values: of the slots, by name."""
-        raw = self._raw(values) if self._is_compiled else None
-        for launch in self._launches:
-            if raw is None:
-                launch(**values)
-            else:
-                launch.run_compiled(raw)
+        """Launch on the current stream. values: of the slots, by name."""
+        with launching_on(self._device):
+            raw = self._raw(values) if self._is_compiled else None
+            for launch in self._launches:
+                if raw is None:
+                    launch(**values)
+                else:
+                    launch.run_compiled(raw)
 
     def _raw(self, values: dict[str, Any]) -> dict[str, Any] | None:
         """Return the values with addresses for tensors; None if the compiled kernels can't take them."""

@@ -2,7 +2,7 @@
 
 The rank is the first of 8. In average it receives the same codes from all others. Providers:
 
-gradcomp   the plan's stage: one launch; on CPU in plain torch.
+gradcomp   the operation: one launch; on CPU in plain torch.
 torch      the same formulas, one operation of torch after another. torch.quantize_per_channel takes scales
            that are known already, has no error feedback and no 4 bits.
 """
@@ -23,6 +23,7 @@ from benchmarks.harness import (
     rounding_error,
 )
 from gradcomp import ops
+from gradcomp.compress.quantized_all_reduce import Codes, zeros_of
 from gradcomp.cpu.quantize import LARGEST_CODE
 from gradcomp.layout import BlockLayout
 
@@ -69,14 +70,15 @@ def _bytes_per_element(bits: int, itemsize: int) -> dict[str, float]:
 
 
 class _Problem:
-    """A bucket, its plan, and what the stages start from, for both providers."""
+    """A bucket, its codes, and what the stages start from, for both providers."""
 
     def __init__(self, numel: int, bits: int, dtype: torch.dtype, device: torch.device):
         self.bits = bits
         layout = BlockLayout([(numel // 1024, 1024)], BLOCK_SIZE, WORLD_SIZE)
-        self.plan = ops.quantized_plan(layout, dtype, device, bits=bits, error_feedback=True)
-        assert self.plan.error is not None
-        self.error = self.plan.error
+        self.error = zeros_of(layout, dtype, device, WORLD_SIZE)
+        options = {"bits": bits, "uncompressed_dtype": None}
+        self.codes = codes = Codes(layout, dtype, device, self.error, **options)
+        self.decode = ops.decoder(layout, dtype, device, **options)
         self.own = layout.shard(RANK)
         self._code_section, self._scale_section, _ = layout.sections(bits, dtype.itemsize)[0]
         self._code_bytes = layout.code_bytes(bits)
@@ -85,13 +87,13 @@ class _Problem:
         self._errors_before = 0.1 * torch.randn(numel, device=device)
         # All that a step computes, for the later stages to begin with.
         self.restore()
-        self.plan.quantize(self.bucket, RANK)
+        codes.encode(self.bucket, RANK)
         self.own_values = self.error[self.own].clone()
-        self.plan.received.copy_(self.plan.payload[RANK + 1].expand_as(self.plan.received))
-        self.plan.average(RANK)
-        self.plan.payload.copy_(self.plan.mean.expand_as(self.plan.payload))
-        self.sent = [self.encoded(each) for each in self.plan.received[1:]]
-        self.means = [self.encoded(each) for each in self.plan.payload.clone()]
+        codes.received.copy_(codes.payload[RANK + 1].expand_as(codes.received))
+        codes.add(codes.mean, RANK)
+        codes.payload.copy_(codes.mean.expand_as(codes.payload))
+        self.sent = [self.encoded(each) for each in codes.received[1:]]
+        self.means = [self.encoded(each) for each in codes.payload.clone()]
         self.restore()
 
     def restore(self) -> None:
@@ -135,14 +137,14 @@ def _build(stage: str, numel: int, bits: int, dtype: torch.dtype, device: torch.
 
 
 def _quantizing(problem: _Problem) -> Setup:
-    plan, bucket = problem.plan, problem.bucket
+    codes, bucket = problem.codes, problem.bucket
     # All but this rank's own shard, the first one, which isn't quantized.
     sent = slice(problem.own.stop, None)
     values = (problem.error.double() + bucket)[sent]
 
     def gradcomp() -> Iterable[torch.Tensor]:
-        plan.quantize(bucket, RANK)
-        return results(lambda: map(problem.encoded, plan.payload[1:]), problem.error[sent])
+        codes.encode(bucket, RANK)
+        return results(lambda: map(problem.encoded, codes.payload[1:]), problem.error[sent])
 
     def with_torch() -> Iterable[torch.Tensor]:
         total = (problem.error + bucket)[sent]
@@ -159,7 +161,7 @@ def _quantizing(problem: _Problem) -> Setup:
 
 
 def _averaging(problem: _Problem) -> Setup:
-    plan, own = problem.plan, problem.own
+    codes, own = problem.codes, problem.own
     total = torch.stack([problem.expected([each]) for each in problem.sent]).sum(0)
     total += problem.own_values
 
@@ -167,8 +169,8 @@ def _averaging(problem: _Problem) -> Setup:
         problem.error[own] = problem.own_values
 
     def gradcomp() -> Iterable[torch.Tensor]:
-        plan.average(RANK)
-        return results(problem.encoded(plan.mean), problem.error[own])
+        codes.add(codes.mean, RANK)
+        return results(problem.encoded(codes.mean), problem.error[own])
 
     def with_torch() -> Iterable[torch.Tensor]:
         mean = problem.own_values.clone()
@@ -189,7 +191,7 @@ def _averaging(problem: _Problem) -> Setup:
 
 def _dequantizing(problem: _Problem) -> Setup:
     def gradcomp() -> list[torch.Tensor]:
-        problem.plan.dequantize(problem.out)
+        problem.decode(payload=problem.codes.payload, buffer=problem.out)
         return [problem.out]
 
     def with_torch() -> list[torch.Tensor]:

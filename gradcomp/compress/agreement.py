@@ -135,6 +135,7 @@ def take_over(state: Any, source: int, group: dist.ProcessGroup) -> None:
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Return whether two shared_state_dicts have the same step and directions."""
+
     def flat(state: Any) -> Any:
         return tree_flatten(
             (state["iter"], sorted(state["parameters"].items(), key=lambda pair: str(pair[0])))

@@ -56,7 +56,12 @@ class ShardGather:
         places = [range(place, world_size, ranks_per_node) for place in range(ranks_per_node)]
         offsets = [rank * row.numel + offset for ranks in places for rank in ranks for offset in row.offsets]
         self.layout = BlockLayout(shapes * world_size, block_size, world_size, offsets)
-        self.ranks_per_node, self._bits, self._plans = ranks_per_node, bits, dict[torch.dtype, Any]()
+        self._row = BlockLayout(shapes, block_size, 1)
+        self.ranks_per_node, self._bits, self._operations = (
+            ranks_per_node,
+            bits,
+            dict[torch.dtype, tuple[Any, Any]](),
+        )
 
     def compresses(self, dtype: torch.dtype) -> bool:
         """Return whether shards in this dtype are sent in fewer bytes."""
@@ -68,43 +73,46 @@ class ShardGather:
 
         name: the tensors' name in messages.
         """
-        return _GatherWork(self._plan(out.dtype, out.device), shard, out, group, self.ranks_per_node, name)
+        return _GatherWork(self, shard, out, group, name)
 
-    def _plan(self, dtype: torch.dtype, device: torch.device) -> Any:
-        if dtype not in self._plans:
-            options: dict[str, Any] = {"bits": self._bits, "error_feedback": False, "only_gathers": True}
-            self._plans[dtype] = ops.quantized_plan(self.layout, dtype, device, **options)
+    def operations(self, dtype: torch.dtype, device: torch.device) -> tuple[ops.Operation, ops.Operation]:
+        """Return (encode, which quantizes a shard into a row; decode of all rows)."""
+        if dtype not in self._operations:
+            arguments = dtype, device
+            encode = ops.encoder(self._row, *arguments, bits=self._bits)
+            self._operations[dtype] = encode, ops.decoder(self.layout, *arguments, bits=self._bits)
             if has_streams(device):  # the next gather may be on another stream
                 torch.cuda.current_stream(device).synchronize()
-        return self._plans[dtype]
+        return self._operations[dtype]
+
+    def payload_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a row."""
+        return self.layout.sections(self._bits, dtype.itemsize)[1]
 
 
 class _GatherWork(dist.Work):
     """An all-gather of shards under way. wait() decodes the rows on the current stream.
 
-    plan: ShardGather's. For the other arguments see ShardGather.start.
-
-    Has a payload of its own until wait().
+    For the arguments see ShardGather.start. Has a payload of its own until wait().
     """
 
-    def __init__(
-        self, plan: Any, shard: Tensor, out: Tensor, group: dist.ProcessGroup, ranks_per_node: int, name: str
-    ):
+    def __init__(self, gather: ShardGather, shard: Tensor, out: Tensor, group: dist.ProcessGroup, name: str):
         super().__init__()
-        self._plan, self._out, self._explaining = plan, out, Explaining.of(f"gather {name}", group)
+        encode, self._decode = gather.operations(out.dtype, out.device)
+        self._out, self._explaining = out, Explaining.of(f"gather {name}", group)
         rows, within, between = group.size(), None, group
-        if ranks_per_node > 1:
-            nodes = nodes_of(group, ranks_per_node)
+        if gather.ranks_per_node > 1:
+            nodes = nodes_of(group, gather.ranks_per_node)
             within, between = nodes.within, nodes.between
-        payload = torch.empty(rows, plan.payload_bytes, dtype=torch.uint8, device=out.device)
+        payload = torch.empty(rows, gather.payload_bytes(out.dtype), dtype=torch.uint8, device=out.device)
         self._payload: Tensor | None = payload
-        places, place = payload.view(ranks_per_node, between.size(), -1), within.rank() if within else 0
-        own = places[place]
-        plan.payload = payload
-        plan.quantize(shard, place * between.size() + between.rank())
-        plan.payload = payload.new_empty(0)
+        places = payload.view(gather.ranks_per_node, between.size(), -1)
+        own = places[within.rank() if within else 0]
+        row = own[between.rank()]
+        nothing = shard.new_empty(0, dtype=torch.promote_types(out.dtype, torch.float32))
+        encode(buffer=shard, payload=row[None], kept=nothing, rank=-1)
         with self._explaining:
-            self._work = all_gather(own, own[between.rank()], between)
+            self._work = all_gather(own, row, between)
             if within is not None:
                 # Not in wait(): the ranks of a node start gathers in one order, but may wait in another.
                 self._work.wait()
@@ -119,9 +127,7 @@ class _GatherWork(dist.Work):
             return True
         with self._explaining:
             self._work.wait()
-        self._plan.payload = payload
-        self._plan.dequantize(self._out)
-        self._plan.payload = payload.new_empty(0)
+        self._decode(payload=payload, buffer=self._out)
         if has_streams(payload.device):
             payload.record_stream(torch.cuda.current_stream(payload.device))
         self._payload = None

@@ -32,7 +32,7 @@ from ..rules import (
 from .checkpoint import require_names
 from .compressor import BucketSpec, Collective, Compressor, State
 from .quantized import QuantizedCompressor, QuantizedOptions
-from .quantized_all_reduce import LayoutFor, all_reduce_for, collectives_of_all_reduce, compile_all_reduce
+from .quantized_all_reduce import LayoutFor, all_reduce_for, collectives_of_all_reduce, compile_operations
 
 # Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
 # they save between nodes (docs/network.md).
@@ -88,7 +88,7 @@ class PowerSGDOptions:
         }
 
     def codes_options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the options of ops.quantized_plan for int8 factors of a bucket of this dtype."""
+        """Return the options of all_reduce_for for int8 factors of a bucket of this dtype."""
         # PowerSGD's error includes the rounding errors.
         return {"bits": 8, "error_feedback": False, "uncompressed_dtype": self.uncompressed_dtype or dtype}
 
@@ -228,7 +228,8 @@ class PowerSGDCompressor(Compressor):
             # The quantization kernels don't depend on shapes.
             layout_for = partial(BlockLayout, [(1, options.BLOCK_SIZE)], options.BLOCK_SIZE)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
-            compile_all_reduce(layout_for, dtype, bucket, **options.codes_options(bucket.dtype))
+            codes = options.codes_options(bucket.dtype)
+            compile_operations(lambda spec: all_reduce_for(layout_for, dtype, spec, **codes), bucket)
 
     @classmethod
     def collectives(cls, bucket: BucketSpec, options: PowerSGDOptions) -> list[Collective]:

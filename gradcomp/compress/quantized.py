@@ -37,9 +37,9 @@ from .quantized_all_reduce import (
     HierarchicalAllReduce,
     all_reduce_for,
     collectives_of_all_reduce,
-    compile_all_reduce,
+    compile_operations,
 )
-from .reduce_scatter import ReduceScatter, compile_reduce_scatter
+from .reduce_scatter import ReduceScatter
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,15 @@ class QuantizedOptions:
             shapes = [(sum(map(math.prod, shapes)),)]
         return BlockLayout(shapes, self.block_size, world_size)
 
-    def plan_options(self) -> dict[str, Any]:
-        """Return the options of ops.quantized_plan."""
-        dtype = self.uncompressed_dtype
+    def form(self, bucket: BucketSpec) -> FlatAllReduce | HierarchicalAllReduce | ReduceScatter:
+        """Return a bucket's all-reduce or reduce-scatter."""
+        kinds = {"uncompressed_dtype": self.uncompressed_dtype, "within_dtype": self.within_dtype}
+        sums: dict[str, Any] = {**kinds, "bits": self.bits, "error_feedback": self.error_feedback}
         if self.bits == 16:  # no blocks, so no codes
-            return {"error_feedback": False, "uncompressed_dtype": dtype or torch.bfloat16}
-        return {"bits": self.bits, "error_feedback": self.error_feedback, "uncompressed_dtype": dtype}
-
-    def sum_options(self) -> dict[str, Any]:
-        """Return the options of all_reduce_for and ReduceScatter."""
-        return {**self.plan_options(), "within_dtype": self.within_dtype}
+            sums["bits"], sums["uncompressed_dtype"] = 8, self.uncompressed_dtype or torch.bfloat16
+        if bucket.is_shard:
+            return ReduceScatter(self.layout, bucket, **sums)
+        return all_reduce_for(partial(self.layout, bucket.shapes), bucket.dtype, bucket, **sums)
 
 
 class QuantizedCompressor(Compressor):
@@ -96,15 +95,10 @@ class QuantizedCompressor(Compressor):
     sums_shards = True
 
     def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
-        self._sum: FlatAllReduce | HierarchicalAllReduce | ReduceScatter
-        if bucket.is_shard:
-            self._sum = ReduceScatter(options.layout, bucket, **options.sum_options())
-        else:
-            layout_for = partial(options.layout, bucket.shapes)
-            self._sum = all_reduce_for(layout_for, bucket.dtype, bucket, **options.sum_options())
-            if self._sum.error is not None:
-                quantized = {part.position for part in self._sum.layout.quantized}
-                self.sent_exactly = set(range(len(bucket.shapes))) - quantized
+        self._sum = options.form(bucket)
+        if self._sum.error is not None and not bucket.is_shard:
+            quantized = {part.position for part in self._sum.layout.quantized}
+            self.sent_exactly = set(range(len(bucket.shapes))) - quantized
         self._numel = sum(bucket.numels)
         self._kept = list(self._sum.kept(bucket.place))
         self._rest: Tensor | None = None  # loaded errors that this place doesn't keep, for the next step
@@ -126,11 +120,7 @@ class QuantizedCompressor(Compressor):
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
-        if bucket.is_shard:
-            compile_reduce_scatter(options.layout, bucket, **options.sum_options())
-        else:
-            layout_for = partial(options.layout, bucket.shapes)
-            compile_all_reduce(layout_for, bucket.dtype, bucket, **options.sum_options())
+        compile_operations(options.form, bucket)
 
     @classmethod
     def collectives(cls, bucket: BucketSpec, options: QuantizedOptions) -> list[Collective]:

@@ -17,8 +17,8 @@ codes of a piece go round within the node, and every rank sums them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradcomp import ops
+from gradcomp.device import has_streams
 from gradcomp.layout.blocks import BlockLayout, Part
 
 from ..comm.exchange import Gather, Works, all_gather, all_to_all, reduce_scatter, takes_one_exchange
@@ -63,30 +64,119 @@ class Form:
         return cls(layout, None, spec.world_size * num_bytes)
 
 
+class Codes:
+    """A buffer's codes on their way between the ranks of a group, and the operations on them.
+
+    layout, dtype, device: of the buffer.
+    error: see ops.encoder; None without error feedback.
+    num_senders: see Form.
+    of_row: for a reduce-scatter, the layout of a shard.
+    divisor, bits, uncompressed_dtype, averages_dtype: see ops.adder.
+
+    payload: this rank's codes, a row per shard; after two exchanges the codes of the means.
+    received: the codes of this rank's shard from all ranks; in one exchange of the whole buffer.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        error: Tensor | None,
+        *,
+        num_senders: int | None = None,
+        of_row: BlockLayout | None = None,
+        divisor: float | None = None,
+        **options: Any,
+    ):
+        _, num_bytes = layout.sections(options["bits"], (options["uncompressed_dtype"] or dtype).itemsize)
+        bytes_of = partial(torch.zeros, dtype=torch.uint8, device=device)
+        self.layout, self.error, self._has_own = layout, error, num_senders is None
+        self.payload = bytes_of((layout.world_size, num_bytes))
+        self.received = bytes_of((num_senders or layout.world_size, num_bytes))
+        self.mean = bytes_of(num_bytes) if self._has_own and of_row is None else None
+        # This rank's own values until the sum.
+        self._own = zeros_of(layout, dtype, device, int(self._has_own and error is None))
+        options["error_feedback"] = error is not None
+        self._encode = ops.encoder(layout, dtype, device, **options)
+        self._add = ops.adder(
+            of_row or layout.piece(1) if self._has_own else layout, dtype, device, divisor=divisor,
+            num_payloads=len(self.received), in_codes=self.mean is not None, has_own=self._has_own, **options,
+        )  # fmt: skip
+        self.operations = [self._encode, self._add]
+
+    def encode(self, flat: Tensor, rank: int, stays: Iterable[tuple[slice, Tensor]] = ()) -> None:
+        """Quantize a buffer plus errors into payload.
+
+        stays: (a slice of the errors, a mask of the elements that stay) pairs. Zeros are taken for them.
+        """
+        kept = self._own if self.error is None else self.error
+        waiting = [(kept[own], mask, kept[own].clone()) for own, mask in stays if self.error is not None]
+        for error, mask, _ in waiting:
+            error.masked_fill_(mask, 0.0)
+        self._encode(buffer=flat, payload=self.payload, kept=kept, rank=rank if self._has_own else -1)
+        for error, mask, before in waiting:
+            error.copy_(torch.where(mask, before, error))  # without waiting for a GPU, unlike error[mask]
+
+    def add(self, out: Tensor, rank: int, received: Tensor | None = None) -> None:
+        """Sum what has been received, or other payloads, into out."""
+        kept, rank = self._own if self.error is None else self.error, rank if self._has_own else -1
+        self._add(received=self.received if received is None else received, out=out, kept=kept, rank=rank)
+
+    def gather(self, group: ProcessGroup) -> Gather:
+        """Return an all-reduce's last exchange, of which the receives are posted."""
+        # No rank sends its mean of a shard before it has got this rank's codes of it.
+        return Gather(self.received if self.mean is None else self.payload, group)
+
+    def exchange(self, group: ProcessGroup, gather: Gather) -> Works:
+        """Exchange an all-reduce's codes. Yields each collective in progress. gather: from gather()."""
+        if self.mean is None:
+            yield gather(self.payload[0])
+            return
+        yield all_to_all(self.received, self.payload, group)
+        self.add(self.mean, group.rank())
+        yield gather(self.mean)
+
+
+def zeros_of(layout: BlockLayout, dtype: torch.dtype, device: torch.device, num_shards: int) -> Tensor:
+    """Return zeros in the precision of errors, for the blocks of some shards of a buffer of this dtype."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.zeros(num_shards * layout.shard_numel, dtype=wide, device=device)
+
+
 class FlatAllReduce:
     """A bucket's quantized all-reduce between all ranks.
 
     layout_for: returns the blocks of the buffer in a number of shards.
     dtype: the buffer's dtype.
     spec: what the bucket is made for.
-    bits, error_feedback, uncompressed_dtype: see ops.quantized_plan.
+    bits, error_feedback, uncompressed_dtype: see ops.encoder.
 
     layout, num_bytes: see Form.
-    plan: the plan of what this rank quantizes.
+    codes: what this rank quantizes.
+    error: the errors that this rank keeps, times unit; None without error feedback.
     """
 
-    unit = 1.0  # the plan's errors are multiplied by it
+    unit = 1.0  # the errors are multiplied by it
 
-    def __init__(self, layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any):
-        form, [(layout, _, options)] = _plans(layout_for, dtype, spec, is_flat=True, **options)
-        self.layout, self.num_bytes = layout, form.num_bytes
-        self.plan = ops.quantized_plan(layout, dtype, spec.device, **options)
-        self._is_one_exchange = form.num_senders is not None
-
-    @property
-    def error(self) -> Tensor | None:
-        """The errors that this rank keeps, times unit; None without error feedback."""
-        return self.plan.error
+    def __init__(
+        self,
+        layout_for: LayoutFor,
+        dtype: torch.dtype,
+        spec: BucketSpec,
+        *,
+        bits: int = 8,
+        error_feedback: bool,
+        uncompressed_dtype: torch.dtype | None,
+    ):
+        form = Form.of(layout_for, spec, bits, (uncompressed_dtype or dtype).itemsize)
+        self.layout, self.num_bytes = form.layout, form.num_bytes
+        arguments = form.layout, dtype, spec.device
+        self.error = zeros_of(*arguments, form.layout.world_size) if error_feedback else None
+        options: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
+        self.codes = Codes(*arguments, self.error, num_senders=form.num_senders, **options)
+        self._decode = None if form.num_senders else ops.decoder(*arguments, **options)
+        self.operations = [*self.codes.operations, self._decode]
 
     def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
         """Yield (elements of the bucket, their errors in `error`) that the rank of this place keeps."""
@@ -106,37 +196,28 @@ class FlatAllReduce:
 
         The call posts the receives that it can (exchange.gather); flat is read when the result is iterated.
         """
-        if not self.plan.payload.numel():
+        if not self.num_bytes:
             return (None for _ in ())
-        gather = Gather(self.plan.received if self._is_one_exchange else self.plan.payload, group)
-        return self._stages(flat, out, group, _parts(self.layout, unused) if unused else (), gather)
+        return self._stages(flat, out, group, _parts(self.layout, unused), self.codes.gather(group))
 
     def _stages(
-        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Sequence[Part], gather: Gather
+        self, flat: Tensor, out: Tensor, group: ProcessGroup, parts: list[Part], gather: Gather
     ) -> Works:
-        plan = self.plan
-        plan.quantize(flat, group.rank(), unused)
-        if self._is_one_exchange:
-            yield gather(plan.payload[0])
-            plan.sum(out, group.rank())
+        codes = self.codes
+        for part in parts:
+            flat[part.in_bucket] = 0.0
+        stays = [(part.stored, flat.new_ones((), dtype=torch.bool)) for part in parts]
+        codes.encode(flat, group.rank(), stays)
+        yield from codes.exchange(group, gather)
+        if self._decode is None:
+            codes.add(out, group.rank())
         else:
-            yield from _average_codes(plan, group, gather)
-            plan.dequantize(out)
+            self._decode(payload=codes.payload, buffer=out)
 
 
 def _parts(layout: BlockLayout, positions: Collection[int]) -> list[Part]:
     """Return the quantized parts of the tensors at these positions of the bucket."""
-    return [part for part in layout.quantized if part.position in positions]
-
-
-def _average_codes(plan: ops.QuantizedPlan, group: ProcessGroup, gather: Gather) -> Works:
-    """Replace this rank's codes in plan.payload by the codes of the means, in two exchanges.
-
-    gather: to plan.payload. No rank sends its mean of a shard before it has got this rank's codes of it.
-    """
-    yield all_to_all(plan.received, plan.payload, group)
-    plan.average(group.rank())
-    yield gather(plan.mean)
+    return [part for part in layout.quantized if part.position in positions] if positions else []
 
 
 class HierarchicalAllReduce:
@@ -145,9 +226,10 @@ class HierarchicalAllReduce:
     within_dtype: the dtype in which the ranks of a node exchange gradients to sum them; None for fp32 (fp64
         for fp64). Errors are in fp32 (fp64) all the same, and don't include that rounding.
 
-    plan: the plan of this rank's piece.
+    codes: the codes of this rank's piece.
     unit: a power of two, 1 / g or less. Gradients are multiplied by it before they are summed within the
         node, so that no sum overflows.
+    error: the errors of the node's sum of the piece, times unit; None without error feedback.
 
     Allocates the whole bucket, padded, in within_dtype, and a g-th of it in within_dtype and for errors.
     """
@@ -158,32 +240,36 @@ class HierarchicalAllReduce:
         dtype: torch.dtype,
         spec: BucketSpec,
         *,
+        bits: int = 8,
+        error_feedback: bool,
+        uncompressed_dtype: torch.dtype | None = None,
         within_dtype: torch.dtype | None = None,
-        **options: Any,
     ):
-        form, plans = _plans(layout_for, dtype, spec, is_flat=False, within_dtype=within_dtype, **options)
-        (piece_layout, self._piece_dtype, piece_options), *others = plans
-        self.layout, self.num_bytes = form.layout, form.num_bytes
-        self.unit = unit_within(spec.ranks_per_node)
-        self._ranks_per_node, self._num_senders = spec.ranks_per_node, form.num_senders
-        within_dtype, _ = piece_dtypes(dtype, within_dtype)
-        zeros = partial(torch.zeros, device=spec.device)
-        self.plan = ops.quantized_plan(piece_layout, self._piece_dtype, spec.device, **piece_options)
-        self._pieces = zeros(spec.ranks_per_node, piece_layout.numel, dtype=within_dtype)
+        num_places, device = spec.ranks_per_node, spec.device
+        # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
+        uncompressed_dtype = uncompressed_dtype or torch.promote_types(dtype, torch.float32)
+        options: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
+        form = Form.of(layout_for, spec, bits, uncompressed_dtype.itemsize)
+        self.layout, self.num_bytes, self._ranks_per_node = form.layout, form.num_bytes, num_places
+        self.unit = unit_within(num_places)
+        within_dtype, self._piece_dtype = piece_dtypes(dtype, within_dtype)
+        arguments = form.layout.piece(form.layout.world_size // num_places), self._piece_dtype, device
+        self.error = zeros_of(*arguments, arguments[0].world_size) if error_feedback else None
+        self.codes = codes = Codes(
+            *arguments, self.error, num_senders=form.num_senders, divisor=spec.world_size * self.unit,
+            averages_dtype=dtype, **options,
+        )  # fmt: skip
+        self._pieces = torch.zeros(num_places, codes.layout.numel, dtype=within_dtype, device=device)
         self._piece = torch.zeros_like(self._pieces[0])
         copies = list(self._copies())
-        self._copy = ops.PartsCopy(copies, spec.device)
-        if form.num_senders is None:
-            self._whole = ops.quantized_plan(form.layout, dtype, spec.device, **others[0][2])
-            return
-        self._codes = self.plan.received.new_empty(spec.ranks_per_node, *self.plan.received.shape)
-        self._means = self._pieces if within_dtype == dtype else zeros(self._pieces.shape, dtype=dtype)
-        self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], spec.device)
-
-    @property
-    def error(self) -> Tensor | None:
-        """The errors of the node's sum of the piece, times unit; None without error feedback."""
-        return self.plan.error
+        self._copy = ops.PartsCopy(copies, device)
+        self._decode = None if form.num_senders else ops.decoder(form.layout, dtype, device, **options)
+        self.operations = [*codes.operations, self._decode]
+        self._gathered = codes.payload if self._decode else codes.received
+        self._codes = self._gathered.new_zeros(num_places, *self._gathered.shape)  # of all pieces
+        if form.num_senders:
+            self._means = self._pieces.to(dtype)  # a copy only in another dtype
+            self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], device)
 
     def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
         """Yield (elements of the bucket, their errors in `error`) of this place's piece."""
@@ -205,8 +291,8 @@ class HierarchicalAllReduce:
         """Write the mean of a buffer over all ranks to out. For the arguments see FlatAllReduce.reduce."""
         if not self.num_bytes:
             return
-        nodes, plan = nodes_of(group, self._ranks_per_node), self.plan
-        gather = Gather(plan.received if self._num_senders else plan.payload, nodes.between)
+        nodes, codes = nodes_of(group, self._ranks_per_node), self.codes
+        gather = codes.gather(nodes.between)
         parts = _parts(self.layout, unused)
         for part in parts:
             flat[part.in_bucket] = 0.0
@@ -215,20 +301,18 @@ class HierarchicalAllReduce:
             add_to_pieces(rest, self._pieces, self._copies(), self.unit)
         yield from reduce_scatter(self._piece, self._pieces, nodes.within)
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
-        slices = [own for _, own in self._in_piece(parts, nodes.within.rank())]
-        stays = [_is_in_zero_block(self._piece[own], self.layout.block_size) for own in slices]
-        in_piece = [Part(0, own, own) for own in slices]
-        plan.quantize(self._piece.to(self._piece_dtype), nodes.between.rank(), in_piece, stays)
-        if self._num_senders is None:
-            yield from _average_codes(plan, nodes.between, gather)
-            codes = self._whole.payload.view(nodes.ranks_per_node, -1)
-            yield all_gather(codes, plan.payload.view(-1), nodes.within)
-            self._whole.dequantize(out)
+        stays = [
+            (own, _is_in_zero_block(self._piece[own], self.layout.block_size))
+            for _, own in self._in_piece(parts, nodes.within.rank())
+        ]
+        codes.encode(self._piece.to(self._piece_dtype), nodes.between.rank(), stays)
+        yield from codes.exchange(nodes.between, gather)
+        yield all_gather(self._codes.flatten(1), self._gathered.view(-1), nodes.within)
+        if self._decode:
+            self._decode(payload=self._codes.flatten(0, 1), buffer=out)
             return
-        yield gather(plan.payload[0])
-        yield all_gather(self._codes.view(nodes.ranks_per_node, -1), plan.received.view(-1), nodes.within)
         for received, mean in zip(self._codes, self._means, strict=True):
-            plan.sum(mean, nodes.between.rank(), received)
+            codes.add(mean, nodes.between.rank(), received)
         self._copy_back(self._means.view(-1), out, 1.0)
 
     def _copies(self) -> Iterator[tuple[slice, slice]]:
@@ -252,26 +336,35 @@ class HierarchicalAllReduce:
 
 
 def all_reduce_for(
-    layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
+    layout_for: LayoutFor,
+    dtype: torch.dtype,
+    spec: BucketSpec,
+    *,
+    within_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> FlatAllReduce | HierarchicalAllReduce:
     """Return a bucket's all-reduce, flat or hierarchical. For the arguments see the classes."""
-    kind = FlatAllReduce if spec.ranks_per_node == 1 else HierarchicalAllReduce
-    return kind(layout_for, dtype, spec, **options)
+    if spec.ranks_per_node == 1:
+        return FlatAllReduce(layout_for, dtype, spec, **options)
+    return HierarchicalAllReduce(layout_for, dtype, spec, within_dtype=within_dtype, **options)
 
 
-def compile_all_reduce(layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any) -> None:
-    """Compile the kernels that all_reduce_for with these arguments launches."""
-    _, plans = _plans(layout_for, dtype, spec, is_flat=spec.ranks_per_node == 1, **options)
-    for layout, dtype_of_plan, plan_options in plans:
-        ops.compile_quantized(layout, dtype_of_plan, spec.device, **plan_options)
+def compile_operations(form_of: Callable[[BucketSpec], Any], spec: BucketSpec) -> None:
+    """Compile the kernels of a bucket's form for its device. form_of: returns the form of a bucket."""
+    if has_streams(spec.device):
+        form = form_of(replace(spec, device=torch.device("meta")))
+        for operation in form.operations:
+            if operation is not None:
+                operation.compile(spec.device)
 
 
 def collectives_of_all_reduce(
     layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
 ) -> list[Collective]:
     """Return the collectives of all_reduce_for with these arguments, in the order of its reduce."""
-    is_flat = spec.ranks_per_node == 1
-    form, [(layout, _, _), *_] = _plans(layout_for, dtype, spec, is_flat=is_flat, **options)
+    is_flat, wide = spec.ranks_per_node == 1, torch.promote_types(dtype, torch.float32)
+    exact = options.get("uncompressed_dtype") or (dtype if is_flat else wide)
+    form = Form.of(layout_for, spec, options.get("bits", 8), exact.itemsize)
     if not form.num_bytes:
         return []
     # Every sender's payload goes to all others; the form counts half, for an all-reduce sends twice.
@@ -280,7 +373,8 @@ def collectives_of_all_reduce(
     if is_flat:
         return exchanged
     summed, _ = piece_dtypes(dtype, options.get("within_dtype"))
-    first = Collective("reduce-scatter", spec.ranks_per_node * layout.numel * summed.itemsize, "within")
+    piece = form.layout.piece(form.layout.world_size // spec.ranks_per_node)
+    first = Collective("reduce-scatter", spec.ranks_per_node * piece.numel * summed.itemsize, "within")
     return [first, *exchanged, Collective("all-gather", num_bytes, "within")]
 
 
@@ -296,14 +390,14 @@ def unit_within(ranks_per_node: int) -> float:
 
 
 def piece_dtypes(dtype: torch.dtype, within_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
-    """Return (the dtype in which pieces are summed within a node, the dtype in which a plan takes a sum).
+    """Return (the dtype in which pieces are summed within a node, the dtype in which a sum is quantized).
 
     dtype: the bucket's dtype.
     within_dtype: see HierarchicalAllReduce.
     """
     wide = torch.promote_types(dtype, torch.float32)
     summed = within_dtype or wide
-    # A plan's errors have the bucket's precision, also in checkpoints: they are in fp64 for fp64 input only.
+    # Errors have the bucket's precision, also in checkpoints: they are in fp64 for fp64 input only.
     return summed, torch.float64 if wide == torch.float64 else summed
 
 
@@ -312,45 +406,3 @@ def _is_in_zero_block(gradients: Tensor, block_size: int) -> Tensor:
     numel = len(gradients)
     blocks = torch.nn.functional.pad(gradients, (0, -numel % block_size)).view(-1, block_size)
     return (blocks == 0).all(1).repeat_interleave(block_size)[:numel]
-
-
-def _plans(
-    layout_for: LayoutFor,
-    dtype: torch.dtype,
-    spec: BucketSpec,
-    *,
-    is_flat: bool,
-    bits: int = 8,
-    error_feedback: bool,
-    uncompressed_dtype: torch.dtype | None = None,
-    within_dtype: torch.dtype | None = None,
-) -> tuple[Form, list[tuple[BlockLayout, torch.dtype, dict[str, Any]]]]:
-    """Return the form, and the arguments of ops.quantized_plan: (layout, dtype, options) of each plan.
-
-    Flat there is one plan. With nodes the first is of a piece; in two exchanges a second is of the bucket.
-    """
-    shared: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
-    if is_flat:
-        form = Form.of(layout_for, spec, bits, (uncompressed_dtype or dtype).itemsize)
-        options = {**shared, "error_feedback": error_feedback, "num_senders": form.num_senders}
-        return form, [(form.layout, dtype, options)]
-    # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-    wide = torch.promote_types(dtype, torch.float32)
-    uncompressed_dtype = shared["uncompressed_dtype"] = uncompressed_dtype or wide
-    form = Form.of(layout_for, spec, bits, uncompressed_dtype.itemsize)
-    layout = form.layout
-    # The same blocks and exact elements per shard as in the bucket, without padding between them.
-    num_shards = layout.world_size // spec.ranks_per_node
-    shapes = (num_shards * layout.num_blocks, layout.block_size), (num_shards * layout.exact_numel,)
-    options = {
-        **shared,
-        "error_feedback": error_feedback,
-        "divisor": spec.world_size * unit_within(spec.ranks_per_node),
-        "averages_dtype": dtype,
-        "num_senders": form.num_senders,
-    }
-    _, piece_dtype = piece_dtypes(dtype, within_dtype)
-    plans = [(BlockLayout(shapes, layout.block_size, num_shards), piece_dtype, options)]
-    if form.num_senders is None:
-        plans.append((layout, dtype, {**shared, "error_feedback": False, "only_dequantizes": True}))
-    return form, plans

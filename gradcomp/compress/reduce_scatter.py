@@ -17,6 +17,7 @@ A rank then quantizes, and keeps errors for, one piece: a g-th of the bucket.
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -31,7 +32,7 @@ from gradcomp.layout.flat import ShardLayout
 from ..comm.exchange import Works, all_to_all, reduce_scatter
 from ..comm.nodes import nodes_of
 from .compressor import BucketSpec
-from .quantized_all_reduce import add_to_pieces, piece_dtypes, unit_within
+from .quantized_all_reduce import Codes, add_to_pieces, piece_dtypes, unit_within, zeros_of
 
 # Returns the blocks of tensors of these shapes in a number of shards.
 LayoutOf = Callable[[Sequence[Sequence[int]], int], BlockLayout]
@@ -42,7 +43,7 @@ class ReduceScatter:
 
     layout_of: returns the blocks of tensors.
     spec: what the bucket is made for; its is_shard is true.
-    bits, error_feedback, uncompressed_dtype, within_dtype: see ops.quantized_plan and HierarchicalAllReduce.
+    bits, error_feedback, uncompressed_dtype, within_dtype: see ops.encoder and HierarchicalAllReduce.
 
     layout: the blocks of the rows that this rank quantizes.
     num_bytes: the bytes of a reduce-scatter that sends as much per rank; with nodes, per node.
@@ -50,24 +51,40 @@ class ReduceScatter:
     error: the errors of the blocks that this rank quantizes, times unit; None without error feedback.
     """
 
-    def __init__(self, layout_of: LayoutOf, spec: BucketSpec, **options: Any):
-        self._shards = ShardLayout(spec.shapes, spec.world_size)
-        self._ranks_per_node, self._device = spec.ranks_per_node, spec.device
-        self.layout, self._dtype, self._plan_options = _plan_arguments(layout_of, spec, **options)
-        like = replace(spec, shapes=tuple(map(tuple, self._shards.shard_shapes)), seed=0, draws=None)
-        self._key = (like, self.layout.block_size, self.layout.num_blocks, *options.items())
-        self.unit, self._within_dtype = 1.0, self._dtype
+    def __init__(
+        self,
+        layout_of: LayoutOf,
+        spec: BucketSpec,
+        *,
+        bits: int = 8,
+        error_feedback: bool,
+        uncompressed_dtype: torch.dtype | None,
+        within_dtype: torch.dtype | None,
+    ):
+        self._shards, self._ranks_per_node = ShardLayout(spec.shapes, spec.world_size), spec.ranks_per_node
+        shapes, num_rows = self._shards.shard_shapes, spec.world_size // spec.ranks_per_node
+        self.layout, of_row = layout_of(shapes * num_rows, num_rows), layout_of(shapes, 1)
+        self.unit, self._dtype = unit_within(spec.ranks_per_node), spec.dtype
         if spec.ranks_per_node > 1:
-            self.unit = unit_within(spec.ranks_per_node)
-            self._within_dtype, _ = piece_dtypes(spec.dtype, options["within_dtype"])
+            self._within_dtype, self._dtype = piece_dtypes(spec.dtype, within_dtype)
+            # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
+            uncompressed_dtype = uncompressed_dtype or torch.promote_types(spec.dtype, torch.float32)
             self._copy = ops.PartsCopy(list(self._copies()), spec.device)
-        self.error: Tensor | None = None
-        if options["error_feedback"]:
-            numel = self.layout.world_size * self.layout.shard_numel
-            wide = torch.promote_types(self._dtype, torch.float32)
-            self.error = torch.zeros(numel, dtype=wide, device=spec.device)
-        exact_bytes = (self._plan_options["uncompressed_dtype"] or self._dtype).itemsize
-        self.num_bytes = spec.world_size * self.layout.sections(self._plan_options["bits"], exact_bytes)[1]
+        options: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
+        like = replace(spec, shapes=tuple(map(tuple, shapes)), seed=0, draws=None)
+        sizes = self.layout.block_size, self.layout.num_blocks
+        self._key = (like, *sizes, within_dtype, error_feedback, *options.values())
+        arguments = self.layout, self._dtype, spec.device
+        self.error = zeros_of(*arguments, self.layout.world_size) if error_feedback else None
+        options |= {"averages_dtype": spec.dtype, "divisor": self.unit}
+        self._make_codes = partial(Codes, *arguments, self.error, of_row=of_row, **options)
+        _, num_bytes = self.layout.sections(bits, (uncompressed_dtype or self._dtype).itemsize)
+        self.num_bytes = spec.world_size * num_bytes
+
+    @property
+    def operations(self) -> list[ops.Operation]:
+        """The operations of a step."""
+        return self._make_codes().operations
 
     def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
         """Yield (elements among all tensors' elements, their errors in `error`) of this place's rows."""
@@ -105,16 +122,12 @@ class ReduceScatter:
 
     def _sum(self, flat: Tensor, out: Tensor, group: ProcessGroup) -> Works:
         """Write the sum over the ranks of this rank's row, divided by unit, to out."""
-        plan = _plans.free.pop(self._key, None) or ops.quantized_plan(
-            self.layout, self._dtype, self._device, **self._plan_options
-        )
-        self.plan = plan
-        if self.error is not None:
-            plan.error = self.error
-        plan.quantize(flat, group.rank())
-        yield all_to_all(plan.received, plan.payload, group)
-        plan.sum(out, group.rank())
-        _plans.free[self._key] = plan
+        self.codes = codes = _shared.free.pop(self._key, None) or self._make_codes()
+        codes.error = self.error
+        codes.encode(flat, group.rank())
+        yield all_to_all(codes.received, codes.payload, group)
+        codes.add(out, group.rank())
+        _shared.free[self._key] = codes
 
     def _piece_start(self, row: int) -> int:
         """Return where a row begins among the pieces of all places."""
@@ -137,38 +150,15 @@ class ReduceScatter:
         add_to_pieces(rest, pieces, copies, self.unit)
 
 
-def compile_reduce_scatter(layout_of: LayoutOf, spec: BucketSpec, **options: Any) -> None:
-    """Compile the kernels that a ReduceScatter with these arguments launches."""
-    layout, dtype, plan_options = _plan_arguments(layout_of, spec, **options)
-    ops.compile_quantized(layout, dtype, spec.device, **plan_options)
+class _Shared(threading.local):
+    """A thread's codes that no bucket uses, by what they depend on.
 
-
-def _plan_arguments(
-    layout_of: LayoutOf, spec: BucketSpec, *, within_dtype: torch.dtype | None, bits: int = 8, **options: Any
-) -> tuple[BlockLayout, torch.dtype, dict[str, Any]]:
-    """Return the arguments of ops.quantized_plan: the layout, the dtype, and the options by name."""
-    num_rows = spec.world_size // spec.ranks_per_node
-    layout = layout_of(ShardLayout(spec.shapes, spec.world_size).shard_shapes * num_rows, num_rows)
-    options |= {"bits": bits, "averages_dtype": spec.dtype, "only_sums": True}
-    options["divisor"] = unit_within(spec.ranks_per_node)
-    if spec.ranks_per_node == 1:
-        return layout, spec.dtype, options
-    _, dtype = piece_dtypes(spec.dtype, within_dtype)
-    # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-    wide = torch.promote_types(spec.dtype, torch.float32)
-    options["uncompressed_dtype"] = options["uncompressed_dtype"] or wide
-    return layout, dtype, options
-
-
-class _Plans(threading.local):
-    """A thread's plans that no bucket uses, by what they depend on.
-
-    Buckets of equal shapes take one plan in turns, so a model of many equal layers has one. Two buckets under
-    way have two. A plan goes with the last compressor that has used it.
+    Buckets of equal shapes take them in turns, so a model of many equal layers has one. Two buckets under way
+    have two. They go with the last compressor that has used them.
     """
 
     def __init__(self) -> None:
-        self.free: WeakValueDictionary[Any, ops.QuantizedPlan] = WeakValueDictionary()
+        self.free: WeakValueDictionary[Any, Codes] = WeakValueDictionary()
 
 
-_plans = _Plans()
+_shared = _Shared()

@@ -88,7 +88,7 @@ class MatrixGroup:
 
     memory: [k, rows, cols] in the bucket's dtype; None without error feedback. From project to reconstruct it
         holds M = gradient + error. Between steps it holds the error, or still M; settle() then subtracts
-        P Qᵀ. Where M isn't finite, the error counts as zero.
+        P Qᵀ. Where only M isn't finite, the error counts as zero.
     direction: [k, r, cols], the rows of length 1 that the next step projects on.
     runs: all matrices.
     """
@@ -151,6 +151,21 @@ class MatrixGroup:
                 matrix = memory[run.stored]
                 torch.where(matrix.isfinite(), matrix, buffer[run.in_bucket], out=matrix)
             self._multiply(buffer, slice(None), self.runs)
+            memory.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def lost(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (mask of matrices that get no average, their errors before project, up to rounding).
+
+        buffer: the gradients still. Where they aren't finite, the errors are zeros.
+        """
+        is_lost = self.p[:, 0, 0].isnan()  # then all of P is
+        if self.memory is None:
+            return is_lost, self.p[:0]
+        errors = self.memory.clone()
+        for run in self.runs:
+            gradient = buffer[run.in_bucket].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+            errors.view(-1)[run.stored].sub_(gradient)
+        return is_lost, errors[is_lost]
 
     def _multiply(self, buffer: torch.Tensor, chunk: slice, runs: Sequence[Run]) -> None:
         """Compute p = SHRINK · M Q for the matrices of a chunk."""
@@ -351,37 +366,40 @@ class PowerSGDPlan:
 
         seed: the seed for random directions.
 
-        A matrix with factors that aren't finite becomes NaN in this step. In the next step it starts again,
-        with a zero error and random directions.
+        A matrix with factors that aren't finite becomes NaN in this step, and the next step takes random
+        directions for it. If a rank's gradients aren't finite, its error is again what it was before the step;
+        otherwise zero.
         """
-        self._q.copy_(self.q_wire)
-        for group in self.groups:
-            group.reconstruct(buffer)
         for in_bucket, wire in self._uncompressed:
             buffer[in_bucket].copy_(wire)
         if not self.groups:
             return
-        lengths = []
-        for group in self.groups:
-            length = torch.linalg.vector_norm(group.qt, dim=-1, keepdim=True, dtype=torch.float64)
-            torch.div(group.qt, length.to(group.qt.dtype), out=group.direction)
-            lengths.append(length.view(-1))
-        length = torch.cat(lengths) / self._shrunk
+        self._q.copy_(self.q_wire)
+        lengths = [
+            torch.linalg.vector_norm(group.qt, dim=-1, keepdim=True, dtype=torch.float64)
+            for group in self.groups
+        ]
+        length = torch.cat([each.view(-1) for each in lengths]) / self._shrunk
         is_finite = length < torch.inf
+        lost = [] if is_finite.all() else [group.lost(buffer) for group in self.groups]
+        for group in self.groups:
+            group.reconstruct(buffer)
+        for group, each in zip(self.groups, lengths, strict=True):
+            torch.div(group.qt, each.to(group.qt.dtype), out=group.direction)
         # A zero direction would stay zero in every later step.
         kept = (length > MIN_LENGTH) & is_finite
         if not self._warm_start:
             kept.fill_(False)
         if not kept.all():
-            lost = (~kept).split([len(each) for each in lengths])
-            for group, is_lost, random in zip(self.groups, lost, self._random(seed), strict=True):
-                mask = is_lost.view(*random.shape[:2], 1)
+            replaced = (~kept).split([each.numel() for each in lengths])
+            for group, is_replaced, random in zip(self.groups, replaced, self._random(seed), strict=True):
+                mask = is_replaced.view(*random.shape[:2], 1)
                 torch.where(mask, random, group.direction, out=group.direction)
-        if not is_finite.all():
-            for group in self.groups:
-                error = group.settle()
-                if error is not None:
-                    error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        for group, (is_lost, errors) in zip(self.groups, lost, strict=False):
+            error = group.settle()
+            if error is not None and group.memory is not None:
+                error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+                group.memory[is_lost] = errors
 
     def error(self) -> torch.Tensor:
         """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""

@@ -12,15 +12,15 @@ value beyond L times bf16's largest.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from gradcomp.layout.blocks import BlockLayout, Part
+    from gradcomp.layout.blocks import BlockLayout
 
 LARGEST_CODE = {8: 127, 4: 7}  # L by bits
 LARGEST_IN_BF16 = torch.finfo(torch.bfloat16).max
@@ -34,28 +34,31 @@ SMALL_SCALE = 1e30
 _of_thread = threading.local()
 
 
-def _scratch(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return this thread's scratch buffer of a dtype. It grows to the size of the largest chunk."""
-    buffer, numel = getattr(_of_thread, str(dtype), None), shape.numel()
+def _scratch(shape: torch.Size, dtype: torch.dtype, name: str = "decoded") -> Tensor:
+    """Return this thread's scratch buffer of a name and dtype. It grows to the size of the largest chunk."""
+    key, numel = f"{name} {dtype}", shape.numel()
+    buffer = getattr(_of_thread, key, None)
     if buffer is None or buffer.numel() < numel:
         buffer = torch.empty(numel, dtype=dtype, device="cpu")
-        setattr(_of_thread, str(dtype), buffer)
+        setattr(_of_thread, key, buffer)
     return buffer[:numel].view(shape)
 
 
 def quantize(
-    values: torch.Tensor,
+    values: Tensor,
     *,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
+    codes: Tensor,
+    scales: Tensor,
     bits: int,
     top: float,
-    gradients: Callable[[], torch.Tensor] | None = None,
+    gradients: Callable[[], Tensor] | None = None,
+    error: Tensor | None = None,
 ) -> None:
-    """Quantize blocks, and leave the quantization errors in values.
+    """Quantize blocks, and write the quantization errors to error, or in place of values.
 
-    values: [blocks, size], fp32 or fp64, contiguous. Afterwards values − decoded codes, or zeros in a block
-        that isn't finite. CHUNK_NUMEL elements are quantized fastest.
+    values: [blocks, size], fp32 or fp64, contiguous. CHUNK_NUMEL elements are quantized fastest.
+    error: like values. Afterwards values − decoded codes; a block that isn't finite keeps its error. None to
+        write to values, with zeros in such a block.
     codes: uint8 [blocks, size · bits / 8], written. At 4 bits a byte's lower half is the first one of a pair.
     scales: bf16 [blocks], written.
     top: the largest number to decode to.
@@ -64,8 +67,12 @@ def quantize(
     if not len(values):
         return
     scale, least, largest = find_scales(values, scales=scales, bits=bits, gradients=gradients)
+    bad = before = None
     if not largest < torch.inf:
         is_bad = scale.isnan()
+        if error is not None:
+            bad = is_bad[:, 0].nonzero()[:, 0]
+            before = error.index_select(0, bad)
         values.masked_fill_(is_bad, 0.0)
         scale.masked_fill_(is_bad, 0.0)
         least, largest = _bounds(scale)
@@ -87,19 +94,18 @@ def quantize(
         each = _scratch(values.shape, torch.int8).copy_(decoded.round_())
         pairs = each.bitwise_and_(15).view(torch.int16)
         signed.copy_((pairs >> 4).bitwise_or_(pairs))
+    out = values if error is None else error
     if largest * LARGEST_CODE[bits] <= top:
-        values.addcmul_(decoded, scale, value=-1)
+        torch.addcmul(values, decoded, scale, value=-1, out=out)
     else:
-        values -= decoded.mul_(scale).clamp_(-top, top)
+        torch.sub(values, decoded.mul_(scale).clamp_(-top, top), out=out)
+    if bad is not None and before is not None:
+        out.index_copy_(0, bad, before)
 
 
 def find_scales(
-    values: torch.Tensor,
-    *,
-    scales: torch.Tensor,
-    bits: int,
-    gradients: Callable[[], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, float, float]:
+    values: Tensor, *, scales: Tensor, bits: int, gradients: Callable[[], Tensor] | None = None
+) -> tuple[Tensor, float, float]:
     """Write the blocks' scales. Returns them in fp32, [blocks, 1], and a lower and an upper bound of them.
 
     The upper bound isn't finite if a scale isn't.
@@ -123,17 +129,17 @@ def find_scales(
     return scale, *bounds
 
 
-def _bounds(scale: torch.Tensor) -> tuple[float, float]:
+def _bounds(scale: Tensor) -> tuple[float, float]:
     """Return bounds of scales that are rounded up from these, or rounded; NaN if a scale is."""
     least, largest = scale.aminmax()
     return float(least), float(largest) * (1 + 2.0**-7)
 
 
 def dequantize(
-    codes: torch.Tensor,
-    scales: torch.Tensor,
+    codes: Tensor,
+    scales: Tensor,
     *,
-    out: torch.Tensor,
+    out: Tensor,
     bits: int,
     top: float | None = None,
     factor: float = 1.0,
@@ -170,28 +176,29 @@ def dequantize(
         out += decoded
 
 
-@dataclass(frozen=True)
-class Chunk:
+# The codes [blocks, bytes] and the scales [blocks] of a chunk, views of a payload.
+Coded = tuple[Tensor, Tensor]
+
+
+class Chunk(NamedTuple):
     """Blocks of a shard that are quantized together.
 
-    rows: the slice of the shard's blocks.
-    codes, scales: [blocks, bytes] and [blocks], views of a payload.
+    rows, blocks: the slices of the shard's blocks, and of all shards' blocks.
     copies: (slice of the chunk's elements, the same elements' slice in the bucket) pairs.
     in_bucket: the chunk's elements in the bucket if they are together there, without padding; otherwise None.
     """
 
     rows: slice
-    codes: torch.Tensor
-    scales: torch.Tensor
-    copies: Sequence[tuple[slice, slice]] = ()
-    in_bucket: slice | None = None
+    blocks: slice
+    copies: Sequence[tuple[slice, slice]]
+    in_bucket: slice | None
 
 
-class QuantizedPlan:
-    """One bucket's plan in plain torch; see ops.quantized_plan.
+class _Operation:
+    """What the operations in plain torch have in common; see ops.encoder and ops.adder for the arguments.
 
-    Blocks are quantized in chunks, so that each stage reads and writes main memory once. All other passes are
-    in the processor's caches.
+    Blocks are quantized in chunks, so that each operation reads and writes main memory once. All other passes
+    are in the processor's caches.
     """
 
     def __init__(
@@ -200,210 +207,39 @@ class QuantizedPlan:
         dtype: torch.dtype,
         *,
         bits: int,
-        error_feedback: bool,
         uncompressed_dtype: torch.dtype | None = None,
-        divisor: float | None = None,
         averages_dtype: torch.dtype | None = None,
-        only_dequantizes: bool = False,
-        only_sums: bool = False,
-        only_gathers: bool = False,
-        num_senders: int | None = None,
+        error_feedback: bool = False,
     ):
-        self._only_gathers, self._has_own = only_gathers, num_senders is None and not only_gathers
-        num_ranks = num_senders or layout.world_size
-        self.layout, self._uncompressed_dtype, self._bits = layout, uncompressed_dtype or dtype, bits
-        self._wide = wide = torch.promote_types(dtype, torch.float32)
+        self._layout, self._exact_dtype, self._bits = layout, uncompressed_dtype or dtype, bits
+        self._wide, self._feedback = torch.promote_types(dtype, torch.float32), error_feedback
         self._top = torch.finfo(averages_dtype or dtype).max
-        # Values are multiplied by this power of two before they are summed, so that sums can't overflow. It
-        # changes no bits.
-        self._shrink = 0.5 ** (num_ranks - 1).bit_length()
-        self._num_ranks = num_ranks if divisor is None else divisor
-        self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean
-        sections, self.payload_bytes = layout.sections(bits, self._uncompressed_dtype.itemsize)
+        sections, _ = layout.sections(bits, self._exact_dtype.itemsize)
         self._codes_at, self._scales_at, self._exact_at = sections
-        num_bytes, num_payloads = self.payload_bytes, 0 if only_gathers else layout.world_size
-        self.payload = torch.zeros(num_payloads, num_bytes, dtype=torch.uint8, device="cpu")
-        averages = not (only_dequantizes or only_gathers)
-        self.received = self.payload.new_empty(num_ranks if averages else 0, num_bytes)
-        has_mean = self._has_own and averages and not only_sums
-        self.mean = self.payload.new_zeros(num_bytes if has_mean else 0)
-        step = max(1, CHUNK_NUMEL // layout.block_size)
-        self._rows = [slice(i, min(i + step, layout.num_blocks)) for i in range(0, layout.num_blocks, step)]
-        self._sent = [self._chunks(row, shard) for shard, row in enumerate(self.payload)]
-        self._received = [self._chunks(row) for row in self.received]
-        self._mean = self._chunks(self.mean) if has_mean else []
-        self._scratch = self.payload.new_zeros(min(step, layout.num_blocks), layout.block_size, dtype=wide)
-        self.error: torch.Tensor | None = None
-        # Without an error, this rank's own values from quantize to the sum.
-        keeps_own = self._has_own and not (error_feedback or only_dequantizes)
-        self._kept = self.payload.new_zeros(layout.shard_numel if keeps_own else 0, dtype=wide)
-        if error_feedback and not only_sums:
-            self.error = self.payload.new_zeros(layout.world_size * layout.shard_numel, dtype=wide)
+        self._step = max(1, CHUNK_NUMEL // layout.block_size)
+        self._chunks = [list(self._chunks_of(shard)) for shard in range(layout.world_size)]
 
-    def _chunks(self, payload: torch.Tensor, shard: int | None = None) -> list[Chunk]:
-        """Cut a payload into chunks; with its shard's number, they know their places in the bucket."""
-        if not self._rows:
-            return []
-        codes = payload[self._codes_at].view(-1, self.layout.code_bytes(self._bits))
-        scales, chunks = payload[self._scales_at].view(torch.bfloat16), []
-        for rows in self._rows:
-            copies = [] if shard is None else self._copies(shard, rows)
-            numel = (rows.stop - rows.start) * self.layout.block_size
-            is_whole = [own for own, _ in copies] == [slice(0, numel)]
-            chunks.append(Chunk(rows, codes[rows], scales[rows], copies, copies[0][1] if is_whole else None))
-        return chunks
+    def _chunks_of(self, shard: int) -> Iterator[Chunk]:
+        """Cut a shard into chunks."""
+        num_blocks, size = self._layout.num_blocks, self._layout.block_size
+        for first in range(0, num_blocks, self._step):
+            rows = slice(first, min(first + self._step, num_blocks))
+            blocks = slice(shard * num_blocks + rows.start, shard * num_blocks + rows.stop)
+            start, stop, copies = blocks.start * size, blocks.stop * size, []
+            for run in self._layout.runs_between(start, stop):
+                low, high = max(run.stored.start, start), min(run.stored.stop, stop)
+                offset = run.in_bucket.start - run.stored.start
+                copies.append((slice(low - start, high - start), slice(low + offset, high + offset)))
+            is_whole = [own for own, _ in copies] == [slice(0, stop - start)]
+            yield Chunk(rows, blocks, copies, copies[0][1] if is_whole else None)
 
-    def _copies(self, shard: int, rows: slice) -> list[tuple[slice, slice]]:
-        """Return a chunk's copies: (slice of its elements, slice of the bucket) pairs."""
-        first, size = shard * self.layout.num_blocks, self.layout.block_size
-        start, stop = (first + rows.start) * size, (first + rows.stop) * size
-        copies = []
-        for run in self.layout.runs_between(start, stop):
-            low, high = max(run.stored.start, start), min(run.stored.stop, stop)
-            offset = run.in_bucket.start - run.stored.start
-            copies.append((slice(low - start, high - start), slice(low + offset, high + offset)))
-        return copies
+    def _coded(self, payload: Tensor) -> list[Coded]:
+        """Return the codes and scales of each chunk of a payload."""
+        codes = payload[self._codes_at].view(-1, self._layout.code_bytes(self._bits))
+        scales = payload[self._scales_at].view(torch.bfloat16)
+        return list(zip(codes.split(self._step), scales.split(self._step), strict=True))
 
-    def quantize(
-        self,
-        flat: torch.Tensor,
-        rank: int,
-        unused: Sequence[Part] = (),
-        stays: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        """Quantize gradients plus errors into payload. The quantization errors become this rank's error."""
-        error, waiting = self.error, []
-        for index, part in enumerate(unused):
-            if stays is None:
-                flat[part.in_bucket] = 0.0
-            if error is not None:
-                mask = slice(None) if stays is None else stays[index]
-                waiting.append((error[part.stored], mask, error[part.stored][mask].clone()))
-                error[part.stored][mask] = 0.0
-        payload, sent = self.payload, self._sent
-        if self._only_gathers:
-            payload = self.payload[rank : rank + 1]
-            sent = [self._chunks(payload[0], 0)]
-        for shard, chunks in enumerate(sent):
-            is_own = shard == rank and self._has_own
-            for chunk in chunks:
-                values = self._values_of(chunk, shard, is_own, flat)
-                gradients = None if error is None else partial(self._gradients_of, chunk, flat)
-                how: dict[str, Any] = {"scales": chunk.scales, "bits": self._bits, "gradients": gradients}
-                if is_own:
-                    find_scales(values, **how)
-                else:
-                    quantize(values, codes=chunk.codes, top=self._top, **how)
-        for values, mask, before in waiting:
-            values[mask] = before
-        exact = flat.new_zeros(len(payload) * self.layout.exact_numel, dtype=self._uncompressed_dtype)
-        for each in self.layout.exact:
-            if each.stored.start < len(exact):
-                exact[each.stored] = flat[each.in_bucket]
-        payload[:, self._exact_at] = exact.view(torch.uint8).view(len(payload), -1)
-
-    def _kept_in(self, shard: int) -> torch.Tensor:
-        """Return where a shard's values are kept, [blocks, size]: in the error; without one, only the own."""
-        layout = self.layout
-        if self.error is None:
-            return self._kept.view(layout.num_blocks, layout.block_size)
-        return self.error.view(layout.world_size, layout.num_blocks, layout.block_size)[shard]
-
-    def _values_of(self, chunk: Chunk, shard: int, is_own: bool, flat: torch.Tensor) -> torch.Tensor:
-        """Return a chunk's gradients plus errors, as a view of where the chunk's errors are kept, if any."""
-        if self.error is not None or is_own:
-            values = self._kept_in(shard)[chunk.rows]
-        else:
-            values = self._scratch[: len(chunk.scales)]
-        if self.error is None:
-            if chunk.in_bucket is not None:
-                return values.copy_(flat[chunk.in_bucket].view(values.shape))
-            values.zero_()
-        for stored, in_bucket in chunk.copies:
-            values.view(-1)[stored].add_(flat[in_bucket])
-        return values
-
-    def _gradients_of(self, chunk: Chunk, flat: torch.Tensor) -> torch.Tensor:
-        """Return a chunk's gradients without errors."""
-        gradients = flat.new_zeros(len(chunk.scales) * self.layout.block_size, dtype=self._wide)
-        for stored, in_bucket in chunk.copies:
-            gradients[stored] = flat[in_bucket].to(self._wide)
-        return gradients.view(-1, self.layout.block_size)
-
-    def average(self, rank: int) -> None:
-        """Average this rank's shard into mean: its own values, and the others' from received.
-
-        The quantization errors, times the divisor, become this rank's error of the shard.
-        """
-        if not self.mean.numel():
-            return
-        scales, largest, top = self._scales_of(self.received)
-        unsent = (scales == 0).all(0)
-        is_small = largest <= SMALL_SCALE  # False if a scale is NaN
-        for index, mean in enumerate(self._mean):
-            own = self._kept_in(rank)[mean.rows]
-            # If no rank has sent a block, as of a layer that all ranks skip, its error stays.
-            left_out = unsent[mean.rows].nonzero()[:, 0]
-            before = own.index_select(0, left_out)
-            own.index_fill_(0, left_out, 0.0)
-            self._add_others(own, rank, index, top)
-            if not is_small:
-                _saturate(own, self._divisor)
-            if self._divisor != 1.0:
-                own /= self._divisor
-            quantize(own, codes=mean.codes, scales=mean.scales, bits=self._bits, top=self._top)
-            if self.error is not None:
-                own *= self._num_ranks
-                if not is_small:
-                    _saturate(own)
-                own.index_copy_(0, left_out, before)
-        exact = self.received[:, self._exact_at].contiguous().view(self._uncompressed_dtype)
-        mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
-        self.mean[self._exact_at] = mean_of_exact.to(self._uncompressed_dtype).view(torch.uint8)
-
-    def sum(self, out: torch.Tensor, rank: int, received: torch.Tensor | None = None) -> None:
-        """Write a shard, summed over the ranks and divided by the divisor, to out.
-
-        out: [elements of a shard], the shard's tensors in the bucket's order.
-        received: the payloads, in received's place.
-        """
-        received = self.received if received is None else received
-        senders = self._received if received is self.received else [self._chunks(row) for row in received]
-        _, largest, top = self._scales_of(received)
-        for index, chunk in enumerate(self._sent[0]):
-            is_in_place = False
-            if self._has_own:
-                own = self._kept_in(rank)[chunk.rows]
-                self._add_others(own, rank, index, top)
-            else:
-                is_in_place = chunk.in_bucket is not None and out.dtype == self._wide
-                own = self._scratch[: len(chunk.scales)]
-                if is_in_place:
-                    own = out[chunk.in_bucket].view(own.shape)
-                how: dict[str, Any] = {"bits": self._bits, "top": top, "factor": self._shrink}
-                for sender, chunks in enumerate(senders):
-                    sent = chunks[index]
-                    dequantize(sent.codes, sent.scales, out=own, add=sender > 0, **how)
-                if not largest <= SMALL_SCALE:
-                    _saturate(own, self._divisor)
-            if self._divisor != 1.0:
-                own /= self._divisor
-            if not is_in_place:
-                for stored, in_shard in chunk.copies:
-                    out[in_shard] = own.view(-1)[stored]
-            if self._has_own:
-                own.zero_()
-        exact = received[:, self._exact_at].contiguous().view(self._uncompressed_dtype)
-        total = exact.new_zeros(self.layout.exact_numel, dtype=self._wide)
-        for row in exact:
-            total.add_(row, alpha=self._shrink)
-        if self._divisor != 1.0:
-            total /= self._divisor
-        for part in self.layout.exact:
-            values = total[part.stored]  # of the shard alone
-            out[part.in_bucket.start :][: len(values)] = values
-
-    def _scales_of(self, payloads: torch.Tensor) -> tuple[torch.Tensor, float, float | None]:
+    def _scales_of(self, payloads: Tensor) -> tuple[Tensor, float, float | None]:
         """Return the payloads' scales, [payloads, blocks], the largest, and dequantize's top for them.
 
         The largest is NaN if a scale is.
@@ -412,40 +248,185 @@ class QuantizedPlan:
         largest = float(scales.amax()) if scales.numel() else 0.0
         return scales, largest, None if largest * LARGEST_CODE[self._bits] <= self._top else self._top
 
-    def _add_others(self, own: torch.Tensor, rank: int, index: int, top: float | None) -> None:
-        """Make a chunk of this rank's own values the shrunk sum over all ranks, the others in their order.
+    def _exact_of(self, payloads: Tensor) -> Tensor:
+        """Return the payloads' exact elements, [payloads, elements]."""
+        return payloads[:, self._exact_at].contiguous().view(self._exact_dtype)
 
+    def _values(self, chunk: Chunk) -> Tensor:
+        """Return scratch for a chunk's values."""
+        shape = chunk.rows.stop - chunk.rows.start, self._layout.block_size
+        return _scratch(torch.Size(shape), self._wide, "values")
+
+    def _target(self, chunk: Chunk, buffer: Tensor) -> Tensor:
+        """Return where a chunk's values are computed: in the buffer if that is possible."""
+        values = self._values(chunk)
+        if chunk.in_bucket is None or buffer.dtype != self._wide:
+            return values
+        return buffer[chunk.in_bucket].view(values.shape)
+
+    def _place(self, chunk: Chunk, values: Tensor, buffer: Tensor) -> None:
+        """Write a chunk's values to the buffer, unless _target has placed them there."""
+        if chunk.in_bucket is None or values.data_ptr() != buffer[chunk.in_bucket].data_ptr():
+            for stored, in_bucket in chunk.copies:
+                buffer[in_bucket] = values.view(-1)[stored]
+
+
+class Encoder(_Operation):
+    """See ops.encoder."""
+
+    def __call__(self, *, buffer: Tensor, payload: Tensor, kept: Tensor, rank: int) -> None:
+        layout, blocks = self._layout, kept.view(-1, self._layout.block_size)
+        for shard, chunks in enumerate(self._chunks):
+            for chunk, coded in zip(chunks, self._coded(payload[shard]), strict=False):
+                own = blocks[chunk.blocks if self._feedback else chunk.rows]
+                self._encode(chunk, buffer, coded, own, shard == rank)
+        exact = buffer.new_zeros(len(payload) * layout.exact_numel, dtype=self._exact_dtype)
+        for each in layout.exact:
+            exact[each.stored] = buffer[each.in_bucket]
+        payload[:, self._exact_at] = exact.view(torch.uint8).view(len(payload), -1)
+
+    def _encode(self, chunk: Chunk, buffer: Tensor, coded: Coded, kept: Tensor, is_own: bool) -> None:
+        """Quantize a chunk; of the own shard find scales only. kept: the chunk's errors or own values."""
+        error = kept if self._feedback else None
+        gradients = partial(self._gradients_of, chunk, buffer) if self._feedback else None
+        values = kept if is_own and error is None else self._values(chunk)
+        self._add_up(chunk, buffer, error, values)
+        codes, scales = coded
+        how: dict[str, Any] = {"scales": scales, "bits": self._bits, "gradients": gradients}
+        if not is_own:
+            quantize(values, codes=codes, top=self._top, error=error, **how)
+            return
+        scale, _, largest = find_scales(values, **how)
+        if error is not None:
+            error.copy_(values if largest < torch.inf else torch.where(scale.isnan(), error, values))
+
+    def _gradients_of(self, chunk: Chunk, buffer: Tensor) -> Tensor:
+        """Return a chunk's gradients without errors."""
+        return self._add_up(chunk, buffer, None, torch.empty_like(self._values(chunk)))
+
+    def _add_up(self, chunk: Chunk, buffer: Tensor, error: Tensor | None, out: Tensor) -> Tensor:
+        """Write a chunk's gradients, plus errors if there are any, to out. Returns out."""
+        if chunk.in_bucket is not None:
+            gradients = buffer[chunk.in_bucket].view(out.shape)
+            return out.copy_(gradients) if error is None else torch.add(error, gradients, out=out)
+        if error is None:
+            out.zero_()
+        else:
+            out.copy_(error)
+        for stored, in_bucket in chunk.copies:
+            out.view(-1)[stored].add_(buffer[in_bucket])
+        return out
+
+
+class Adder(_Operation):
+    """See ops.adder."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        *,
+        num_payloads: int,
+        divisor: float | None = None,
+        in_codes: bool,
+        has_own: bool,
+        **options: Any,
+    ):
+        super().__init__(layout, dtype, **options)
+        self._in_codes, self._has_own = in_codes, has_own
+        # Values are multiplied by this power of two before they are summed, so that sums can't overflow. It
+        # changes no bits.
+        self._shrink = 0.5 ** (num_payloads - 1).bit_length()
+        self._num_ranks = divisor or num_payloads
+        self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean
+
+    def __call__(self, *, received: Tensor, out: Tensor, kept: Tensor, rank: int) -> None:
+        first = rank * self._layout.num_blocks if self._feedback else 0
+        own = kept.view(-1, self._layout.block_size)[first:]
+        (self._average if self._in_codes else self._sum)(received, out, own, rank)
+
+    def _average(self, received: Tensor, mean: Tensor, kept: Tensor, rank: int) -> None:
+        """Quantize the mean. The quantization errors, times the divisor, become the own values."""
+        scales, largest, top = self._scales_of(received)
+        stays = (scales == 0).all(0) | scales[rank].isnan()
+        is_small = largest <= SMALL_SCALE  # False if a scale is NaN
+        parts = zip(self._chunks[0], self._coded(mean), *map(self._coded, received), strict=False)
+        for chunk, (codes, scales), *sent in parts:
+            own = kept[chunk.rows]
+            # If no rank has sent a block, as of a layer that all ranks skip, its error stays; also if this
+            # rank's own gradients in it aren't finite.
+            left_out = stays[chunk.rows].nonzero()[:, 0]
+            before = own.index_select(0, left_out)
+            own.index_fill_(0, left_out, 0.0)
+            self._add(sent, rank, top, not is_small, own)
+            quantize(own, codes=codes, scales=scales, bits=self._bits, top=self._top)
+            if self._feedback:
+                own *= self._num_ranks
+                if not is_small:
+                    _saturate(own)
+                own.index_copy_(0, left_out, before)
+        exact = self._exact_of(received)
+        mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
+        mean[self._exact_at] = mean_of_exact.to(self._exact_dtype).view(torch.uint8)
+
+    def _sum(self, received: Tensor, out: Tensor, kept: Tensor, rank: int) -> None:
+        """Write the sum to out. The own values become zero."""
+        _, largest, top = self._scales_of(received)
+        is_large = not (self._has_own or largest <= SMALL_SCALE)
+        for chunk, *sent in zip(self._chunks[0], *map(self._coded, received), strict=False):
+            values = kept[chunk.rows] if self._has_own else self._target(chunk, out)
+            self._add(sent, rank, top, is_large, values)
+            self._place(chunk, values, out)
+            if self._has_own:
+                values.zero_()
+        exact = self._exact_of(received)
+        total = exact.new_zeros(self._layout.exact_numel, dtype=self._wide)
+        for row in exact:
+            total.add_(row, alpha=self._shrink)
+        if self._divisor != 1.0:
+            total /= self._divisor
+        for part in self._layout.exact:
+            out[part.in_bucket] = total[part.stored]
+
+    def _add(self, sent: Sequence[Coded], rank: int, top: float | None, is_large: bool, out: Tensor) -> None:
+        """Make this rank's own values in out, if there are any, the quotient of all ranks' sum.
+
+        sent: the senders' codes and scales of a chunk, added in their order.
         top: see dequantize.
+        is_large: whether the sum is limited to what the dtype holds.
         """
-        if top is not None:
-            # The own codes aren't used, but a scale is NaN where the own values aren't finite.
-            own[self._received[rank][index].scales.isnan()] = torch.nan
-        if self._shrink != 1.0:
-            own *= self._shrink
+        if self._has_own:
+            if top is not None:
+                # The own codes aren't used, but a scale is NaN where the own values aren't finite.
+                out[sent[rank][1].isnan()] = torch.nan
+            if self._shrink != 1.0:
+                out *= self._shrink
         how: dict[str, Any] = {"bits": self._bits, "top": top, "factor": self._shrink}
-        for sender, chunks in enumerate(self._received):
-            if sender != rank:
-                dequantize(chunks[index].codes, chunks[index].scales, out=own, add=True, **how)
-
-    def dequantize(self, flat: torch.Tensor) -> None:
-        """Write the means in payload, one per shard, to the bucket."""
-        _, _, top = self._scales_of(self.payload)
-        for chunks in self._sent or [self._chunks(row, shard) for shard, row in enumerate(self.payload)]:
-            for chunk in chunks:
-                values = self._scratch[: len(chunk.scales)]
-                is_in_place = chunk.in_bucket is not None and flat.dtype == self._wide
-                if is_in_place:
-                    values = flat[chunk.in_bucket].view(values.shape)
-                dequantize(chunk.codes, chunk.scales, out=values, bits=self._bits, top=top)
-                if not is_in_place:
-                    for stored, in_bucket in chunk.copies:
-                        flat[in_bucket] = values.view(-1)[stored]
-        exact = self.payload[:, self._exact_at].contiguous().view(-1).view(self._uncompressed_dtype)
-        for each in self.layout.exact:
-            flat[each.in_bucket] = exact[each.stored]
+        for sender, (codes, scales) in enumerate(sent):
+            if not (self._has_own and sender == rank):
+                dequantize(codes, scales, out=out, add=self._has_own or sender > 0, **how)
+        if is_large:
+            _saturate(out, self._divisor)
+        if self._divisor != 1.0:
+            out /= self._divisor
 
 
-def _saturate(values: torch.Tensor, factor: float = 1.0) -> None:
+class Decoder(_Operation):
+    """See ops.decoder."""
+
+    def __call__(self, *, payload: Tensor, buffer: Tensor) -> None:
+        _, _, top = self._scales_of(payload)
+        for chunks, row in zip(self._chunks, payload, strict=True):
+            for chunk, (codes, scales) in zip(chunks, self._coded(row), strict=False):
+                values = self._target(chunk, buffer)
+                dequantize(codes, scales, out=values, bits=self._bits, top=top)
+                self._place(chunk, values, buffer)
+        exact = self._exact_of(payload).view(-1)
+        for each in self._layout.exact:
+            buffer[each.in_bucket] = exact[each.stored]
+
+
+def _saturate(values: Tensor, factor: float = 1.0) -> None:
     """Limit values to factor times the largest number of their dtype. NaN stays NaN."""
     limit = torch.finfo(values.dtype).max * factor
     values.clamp_(-limit, limit)

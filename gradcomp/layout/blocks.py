@@ -87,6 +87,11 @@ class BlockLayout:
         """Return the slice of the padded blocks that a rank owns."""
         return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
+    def piece(self, num_shards: int) -> BlockLayout:
+        """Return the layout of this many shards, as one tensor of blocks and one of exact elements."""
+        shapes = (num_shards * self.num_blocks, self.block_size), (num_shards * self.exact_numel,)
+        return BlockLayout(shapes, self.block_size, num_shards)
+
     def runs_between(self, start: int, stop: int) -> Iterator[Part]:
         """Yield the runs with elements between start and stop in the padded blocks."""
         for run in self.runs[max(0, bisect_right(self._run_starts, start) - 1) :]:

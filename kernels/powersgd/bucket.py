@@ -19,7 +19,6 @@ from .work import PowerSGDWork
 # Numbers that every step gives. Kernels annotate their types: these values only stand for them.
 SCALE, SEED = Slot("scale", 1000.0), Slot("seed", 1000)
 
-
 LINE_BYTES = 256  # every part of a scratch begins on a multiple of it
 
 
@@ -115,16 +114,9 @@ class PowerSGDBucket:
     grams: torch.Tensor
 
     def __init__(
-        self,
-        work: PowerSGDWork,
-        dtype: torch.dtype,
-        wire_dtype: torch.dtype,
-        device: torch.device,
-        *,
-        error_feedback: bool,
-        warm_start: bool,
-        epsilon: float,
-    ):
+        self, work: PowerSGDWork, dtype: torch.dtype, wire_dtype: torch.dtype, device: torch.device, *,
+        error_feedback: bool, warm_start: bool, epsilon: float,
+    ):  # fmt: skip
         def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(numel, dtype=dtype, device=device)
 

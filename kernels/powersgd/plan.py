@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...device import has_streams, launching_on
 from ..launch import Stage
 from .back_project import back_project
 from .bucket import PowerSGDBucket, Scratch, take_scratch
@@ -24,6 +23,7 @@ class PowerSGDPlan:
     """One bucket's plan on a device that runs Triton; see ops.powersgd_plan.
 
     layout: a PowerSGDLayout.
+    arithmetic: PowerSGDBucket's error_feedback, warm_start and epsilon.
     shares_scratch: True to keep partial sums and wires in a scratch of take_scratch, from project to
         reconstruct.
 
@@ -34,34 +34,21 @@ class PowerSGDPlan:
     """
 
     def __init__(
-        self,
-        layout: Any,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        error_feedback: bool,
-        warm_start: bool,
-        epsilon: float,
-        seed: int,
-        wire_dtype: torch.dtype | None = None,
-        shares_scratch: bool = False,
-    ):
-        self.layout, self._dtype, self._device, self._feedback = layout, dtype, device, error_feedback
+        self, layout: Any, dtype: torch.dtype, device: torch.device, *, seed: int,
+        wire_dtype: torch.dtype | None = None, shares_scratch: bool = False, **arithmetic: Any,
+    ):  # fmt: skip
+        self.layout, self._dtype, self._device = layout, dtype, device
         size, matrices = (wire_dtype := wire_dtype or dtype).itemsize, layout.matrices
         self._work = work = PowerSGDWork(layout, dtype.itemsize, size)
         p_numels = [wire_stride(each.rows, size) * each.rank for each in matrices]
         q_numels = [wire_stride(each.cols, size) * each.rank for each in matrices]
         self.wire_numels = (p_numels, work.p_wire_numel - work.uncompressed_start, q_numels)
-        self._bucket = PowerSGDBucket(
-            work, dtype, wire_dtype, device,
-            error_feedback=error_feedback, warm_start=warm_start, epsilon=epsilon,
-        )  # fmt: skip
+        self._bucket = PowerSGDBucket(work, dtype, wire_dtype, device, **arithmetic)
         self._scratch: Scratch | None = None
         self._shares_scratch, self._has_taken_scratch = shares_scratch, False
-        self._random_q = Stage([random_q(self._bucket)])
+        self._random_q = Stage([random_q(self._bucket)], device)
         if device.type != "meta":
-            with launching_on(device):
-                self._random_q(seed=seed)
+            self._random_q(seed=seed)
         if not shares_scratch:
             self._use(Scratch(device))
 
@@ -72,19 +59,15 @@ class PowerSGDPlan:
         self._bucket.place(scratch.memory)
         self.p_wire, self.q_wire = self._bucket.p_wire, self._bucket.q_wire
         bases = orthonormalize(self._bucket)
-        self._projecting = Stage(project(self._bucket))
-        self._orthonormalizing = Stage(bases)
-        self._back_projecting = Stage([*bases, *back_project(self._bucket)])
-        self._reconstructing = Stage([reconstruct(self._bucket)])
-        if has_streams(self._device):
-            self.compile(self._device)
+        self._projecting = Stage(project(self._bucket), self._device)
+        self._orthonormalizing = Stage(bases, self._device)
+        self._back_projecting = Stage([*bases, *back_project(self._bucket)], self._device)
+        self._reconstructing = Stage([reconstruct(self._bucket)], self._device)
 
     def compile(self, device: torch.device) -> None:
         """Compile every kernel for a device. The plan's own may be "meta"."""
-        stages = (self._projecting, self._orthonormalizing, self._back_projecting, self._reconstructing)
-        with launching_on(device):
-            for stage in (self._random_q, *stages):
-                stage.compile()
+        for stage in (self._random_q, self._projecting, self._back_projecting, self._reconstructing):
+            stage.compile(device)
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire with P of the matrix with this index."""
@@ -101,25 +84,21 @@ class PowerSGDPlan:
             self._has_taken_scratch = True
             if scratch is not self._scratch or scratch.memory is not self._scratch_memory:
                 self._use(scratch)
-        with launching_on(self._device):
-            self._projecting(buffer=buffer, scale=scale)
+        self._projecting(buffer=buffer, scale=scale)
         for index in left_out:
             self.sent_p(index).zero_()
 
     def orthonormalize(self) -> None:
         """Set P to orthonormal bases of the panels in p_wire. Two launches."""
-        with launching_on(self._device):
-            self._orthonormalizing()
+        self._orthonormalizing()
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """Orthonormalize P, and compute q_wire = scale · (all Mᵀ P). Three launches."""
-        with launching_on(self._device):
-            self._back_projecting(buffer=buffer, scale=scale)
+        self._back_projecting(buffer=buffer, scale=scale)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the averages of uncompressed tensors to the buffer, and keep Q. One launch."""
-        with launching_on(self._device):
-            self._reconstructing(buffer=buffer, seed=seed)
+        self._reconstructing(buffer=buffer, seed=seed)
         if self._has_taken_scratch:
             assert self._scratch is not None
             self._scratch.is_taken = self._has_taken_scratch = False
@@ -129,11 +108,12 @@ class PowerSGDPlan:
     def error(self) -> torch.Tensor:
         """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
         flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self._device)
-        if self._feedback:
+        if self._bucket.error_feedback:
             for index, matrix in enumerate(self.layout.matrices):
                 p, q = self._panel(index, "p"), self._panel(index, "q")
                 # In fp64: no user's setting, such as TF32 or autocast, makes it less precise.
                 product = (p.double() @ q.double().mT / SHRINK.value).to(flat.dtype)
+                product = torch.where(p[0, 0].isnan(), 0.0, product)  # see tile.is_lost
                 error = (self._matrix(index).to(p.dtype) - product.to(p.dtype)).to(flat.dtype)
                 # An error that isn't finite counts as zero, as in project.
                 error = torch.where(error.isfinite(), error, 0.0).flatten()
@@ -142,7 +122,7 @@ class PowerSGDPlan:
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
         """Add values to this rank's error, if one is kept, from an offset in the bucket on."""
-        for index, matrix in enumerate(self.layout.matrices if self._feedback else ()):
+        for index, matrix in enumerate(self.layout.matrices if self._bucket.error_feedback else ()):
             start = offset - matrix.offset
             if 0 <= start < matrix.numel:
                 added = self._bucket.memory.new_zeros(matrix.rows * matrix.cols)
@@ -163,7 +143,7 @@ class PowerSGDPlan:
         """Continue from another plan's error and directions. Directions may be any basis."""
         self._bucket.p.zero_()
         for index, (matrix, direction) in enumerate(zip(self.layout.matrices, directions, strict=True)):
-            if self._feedback:
+            if self._bucket.error_feedback:
                 whole = torch.zeros(matrix.rows * matrix.cols, dtype=error.dtype, device=error.device)
                 whole[: matrix.numel] = error[matrix.offset : matrix.offset + matrix.numel]
                 self._matrix(index).copy_(whole.view(matrix.rows, matrix.cols))

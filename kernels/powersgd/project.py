@@ -29,6 +29,7 @@ from .tile import (
     gradient_matrix,
     is_16_byte_aligned,
     is_adding,
+    is_lost,
     launches_that_add_up,
     memory_matrix,
     panel,
@@ -77,20 +78,22 @@ def fit_float16(error, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.cons
 
 @triton.jit
 def add_error(
-    gradient, exists, memory_ptrs, memory_mask, approximation, rows, cols,
+    gradient, exists, memory_ptrs, memory_mask, approximation, has_average, rows, cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store M = gradient + (M_prev − P_prev Q_prevᵀ) over M_prev. Return M as stored, in the bucket's dtype.
+    """Store M = gradient + (M_prev − P_prev Q_prevᵀ) over M_prev. Return M, in the bucket's dtype.
 
     gradient: in the dtype of the arithmetic.
     exists: the mask of elements that are in the bucket.
     memory_ptrs, memory_mask: tile_at's result, for M_prev.
     approximation: P_prev Q_prevᵀ. It is rounded as the last step's output was, so that the error includes the
         output's rounding.
+    has_average: False if M_prev is the error already, see is_lost.
     rows, cols: the shape of M.
 
     The error counts as zero outside the matrix, and where the error or M isn't finite in the bucket's dtype.
-    This is how PowerSGD recovers from inf and NaN.
+    Where the gradient isn't finite, the error is stored instead of M. This is how PowerSGD recovers from inf
+    and NaN.
     """
     TYPE: tl.constexpr = memory_ptrs.dtype.element_ty
     # From this number on, rounding to TYPE gives infinity.
@@ -100,13 +103,14 @@ def add_error(
         else (INFINITE_BFLOAT16 if TYPE == tl.bfloat16 else float("inf"))
     )
     previous = tl.load(memory_ptrs, mask=memory_mask, other=0.0).to(gradient.dtype)
-    error = previous - round_to(approximation, TYPE).to(gradient.dtype)
+    error = previous - tl.where(has_average, round_to(approximation, TYPE).to(gradient.dtype), 0.0)
     error = tl.where(exists & (tl.abs(error) < INFINITE), error, 0.0)
     if TYPE == tl.float16:
         error = fit_float16(error, rows, cols, BLOCK_ROWS, BLOCK_COLS)
     total = gradient + error
     matrix = round_to(tl.where(tl.abs(total) < INFINITE, total, gradient), TYPE)
-    tl.store(memory_ptrs, matrix, mask=memory_mask)
+    kept = tl.where(tl.abs(gradient) < float("inf"), matrix, round_to(error, TYPE))
+    tl.store(memory_ptrs, kept, mask=memory_mask)
     return matrix
 
 
@@ -131,6 +135,7 @@ def project_fma(
     bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     if FEEDBACK:
         memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
+        has_average = not is_lost(p_ptr, matrix_ptr)
 
     acc = ()
     for _ in tl.static_range(RANK):
@@ -152,7 +157,7 @@ def project_fma(
                 q = tl.load(q_panel + j * q_stride + offs_q)
                 approximation += p[:, None] * q[None, :]
             matrix = add_error(
-                matrix, exists, memory_ptrs, mask, approximation, bucket[1], bucket[2],
+                matrix, exists, memory_ptrs, mask, approximation, has_average, bucket[1], bucket[2],
                 BLOCK_ROWS, BLOCK_COLS,
             ).to(COMPUTE)  # fmt: skip
         new = ()
@@ -186,6 +191,7 @@ def project_dot(
     bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     if FEEDBACK:
         memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
+        has_average = not is_lost(p_ptr, matrix_ptr)
 
     for rank_start in range(0, RANK, RANK_BLOCK):
         if FEEDBACK and rank_start > 0:
@@ -216,7 +222,7 @@ def project_dot(
                         )
                     matrix = add_error(
                         gradient.to(COMPUTE), exists, memory_ptrs, mask, approximation * (1.0 / SHRINK),
-                        bucket[1], bucket[2], BLOCK_ROWS, BLOCK_COLS,
+                        has_average, bucket[1], bucket[2], BLOCK_ROWS, BLOCK_COLS,
                     )  # fmt: skip
                 else:
                     matrix = tl.load(memory_ptrs, mask=mask, other=0.0)

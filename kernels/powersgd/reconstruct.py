@@ -25,6 +25,8 @@ from .tile import (
     factor_on_wire,
     gradient_matrix,
     is_16_byte_aligned,
+    is_lost,
+    memory_matrix,
     panel,
     tile_at,
     tiles_of,
@@ -110,15 +112,37 @@ def reconstruct_tiles(
         tl.store(ptrs, round_to(tile, grad_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def take_gradient_off(
+    grad_ptr, memory_ptr, matrix_ptr, col_block, first, last,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Compute error = M − gradient, in place of M, where project has stored M; up to rounding."""
+    TYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    WIDE: tl.constexpr = tl.float64 if TYPE == tl.float64 else tl.float32
+    bucket = gradient_matrix(grad_ptr, matrix_ptr, False)
+    memory = memory_matrix(memory_ptr, matrix_ptr, False)
+    for row_block in range(first, last):
+        ptrs, mask = tile_at(bucket, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, False)
+        memory_ptrs, _ = tile_at(memory, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, True)
+        gradient = tl.load(ptrs, mask=mask, other=0.0).to(WIDE)
+        error = tl.load(memory_ptrs, mask=mask, other=0.0).to(WIDE) - gradient
+        tl.store(memory_ptrs, round_to(error, TYPE), mask=mask & (tl.abs(gradient) < float("inf")))
+    tl.debug_barrier()  # before other threads overwrite the gradient
+
+
 @triton.jit(do_not_specialize=["seed"])
 def _reconstruct_kernel(
-    grad_ptr, p_wire_ptr, q_wire_ptr, p_ptr, q_ptr, norms_ptr, matrices_ptr, work_ptr, seed: tl.int64,
+    grad_ptr, memory_ptr, p_wire_ptr, q_wire_ptr, p_ptr, q_ptr, norms_ptr, matrices_ptr, work_ptr,
+    seed: tl.int64,
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, NEXT_BLOCK: tl.constexpr,
-    NEXT_ROWS: tl.constexpr, NEXT_COLS: tl.constexpr, WARM_START: tl.constexpr, PRECISION: tl.constexpr,
+    NEXT_ROWS: tl.constexpr, NEXT_COLS: tl.constexpr, WARM_START: tl.constexpr, FEEDBACK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write P Qᵀ and the uncompressed averages to the bucket; keep Q and its lengths for the next step.
 
     grad_ptr: the bucket.
+    memory_ptr: M. Written only with FEEDBACK, for matrices that are lost; see is_lost.
     p_wire_ptr: the uncompressed averages are at its end.
     q_wire_ptr: the averaged Q, column after column.
     p_ptr: orthonormal panels.
@@ -144,6 +168,10 @@ def _reconstruct_kernel(
             if not WARM_START:
                 randomize(q_ptr, matrix_ptr, first, last, seed, RANK, NEXT_BLOCK)
         else:
+            if FEEDBACK and is_lost(p_ptr, matrix_ptr):
+                take_gradient_off(
+                    grad_ptr, memory_ptr, matrix_ptr, block, first, last, BLOCK_ROWS, BLOCK_COLS
+                )
             is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, last.to(tl.int64) * BLOCK_ROWS)
             for ALIGNED in tl.static_range(2):
                 if is_aligned == ALIGNED:
@@ -162,10 +190,11 @@ def reconstruct(bucket: PowerSGDBucket) -> Launch:
     next_rows, next_cols = factor_tile(work.rank, work.block_cols, bucket.q.itemsize)
     block_cols, block_rows = work.tiles["reconstruct"]
     return Launch(
-        _reconstruct_kernel, len(work.reconstruct_work), Slot.buffer(bucket.dtype), bucket.p_wire,
-        bucket.q_wire, bucket.p, bucket.q, bucket.norms, bucket.matrices, bucket.tables["reconstruct"], SEED,
+        _reconstruct_kernel, len(work.reconstruct_work), Slot.buffer(bucket.dtype), bucket.memory,
+        bucket.p_wire, bucket.q_wire, bucket.p, bucket.q, bucket.norms, bucket.matrices,
+        bucket.tables["reconstruct"], SEED,
         RANK=work.rank, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, NEXT_BLOCK=work.block_cols,
         NEXT_ROWS=next_rows, NEXT_COLS=next_cols, WARM_START=bucket.warm_start,
-        PRECISION=dot_precision(bucket.p.dtype), num_warps=NUM_WARPS,
+        FEEDBACK=bucket.error_feedback, PRECISION=dot_precision(bucket.p.dtype), num_warps=NUM_WARPS,
         maxnreg=registers(NUM_WARPS, PROGRAMS.get(work.rank, 2)), enable_fp_fusion=True,
     )  # fmt: skip

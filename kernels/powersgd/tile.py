@@ -163,6 +163,16 @@ def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOC
 
 
 @triton.jit
+def is_lost(p_ptr, matrix_ptr):
+    """Return whether a matrix's P is NaN: some rank's gradients weren't finite. Then all of P is NaN.
+
+    In such a step reconstruct takes the gradient off M again, and the next project doesn't subtract P Qᵀ.
+    """
+    first = tl.load(p_ptr + tl.load(matrix_ptr + P_PANEL))
+    return first != first
+
+
+@triton.jit
 def factor_on_wire(wire_ptr, matrix_ptr, LENGTH: tl.constexpr, START: tl.constexpr):
     """Return (pointer to a factor on its wire, its stride, its rows, its columns); see work.py.
 

@@ -1,9 +1,15 @@
 """The kernels of the quantized all-reduce: quantize a bucket, average a shard, dequantize the means."""
 
+import math
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
-from ..tile import copy_tile, on_16_bytes, round_to
+from ...device import num_multiprocessors, send
+from ..launch import Launch, Slot, Stage, registers
+from ..tile import copy_tile, element_type, on_16_bytes, round_to
 from .tile import (
     BLOCKS_WORK,
     COPY_BLOCK,
@@ -21,6 +27,70 @@ from .tile import (
     store_scales,
     tile_of,
 )
+from .work import QuantizedWork
+
+RANK = Slot("rank", 1000)
+
+
+def _stage(
+    kernel: Any, layout: Any, dtype: torch.dtype, device: torch.device, slots: dict[str, torch.dtype],
+    *numbers: Any, bits: int, uncompressed_dtype: torch.dtype | None = None,
+    averages_dtype: torch.dtype | None = None, is_average: bool = False, **constants: Any,
+) -> Stage:  # fmt: skip
+    """Return a kernel's launch. slots: its tensors before work_ptr. numbers: its arguments behind work_ptr.
+
+    For the other arguments see ops.encoder, QuantizedWork and the kernels.
+    """
+    exact = uncompressed_dtype or dtype
+    work = QuantizedWork(
+        layout, bits, dtype.itemsize, exact.itemsize, num_multiprocessors(device), is_average=is_average
+    )
+    rows = send(torch.tensor(work.rows, dtype=torch.int64, device="cpu"), device)
+    launch = Launch(
+        kernel, len(rows), *(Slot.buffer(each, name) for name, each in slots.items()), rows, *numbers,
+        EXACT=element_type(exact), BITS=bits, LIMIT=torch.finfo(averages_dtype or dtype).max,
+        SIZE=layout.block_size, BLOCKS=work.tile_blocks, num_warps=work.num_warps,
+        maxnreg=registers(work.num_warps, work.resident_programs),
+        enable_fp_fusion=False,  # each product is rounded, as in plain torch
+        **constants,
+    )  # fmt: skip
+    return Stage([launch], device)
+
+
+def encoder(
+    layout: Any, dtype: torch.dtype, device: torch.device, *, error_feedback: bool = False, **options: Any
+) -> Stage:
+    """Return the launch of _quantize_kernel, see ops.encoder."""
+    wide = torch.promote_types(dtype, torch.float32)
+    slots = {"buffer": dtype, "kept": wide, "payload": torch.uint8}
+    return _stage(_quantize_kernel, layout, dtype, device, slots, RANK, FEEDBACK=error_feedback, **options)
+
+
+def adder(
+    layout: Any, dtype: torch.dtype, device: torch.device, *, num_payloads: int, divisor: float | None = None,
+    in_codes: bool, has_own: bool, error_feedback: bool = False, **options: Any,
+) -> Stage:  # fmt: skip
+    """Return the launch of _average_kernel, see ops.adder."""
+    wide, divisor = torch.promote_types(dtype, torch.float32), divisor or num_payloads
+    _, payload_bytes = layout.sections(options["bits"], (options.get("uncompressed_dtype") or dtype).itemsize)
+    # A power of two changes no bits. It is at most 1 / num_payloads, so no sum overflows.
+    shrink = 0.5 ** (num_payloads - 1).bit_length()
+    by = divisor * shrink
+    out_dtype = torch.uint8 if in_codes else options.get("averages_dtype") or dtype
+    slots = {"received": torch.uint8, "out": out_dtype, "kept": wide}
+    return _stage(
+        _average_kernel, layout, dtype, device, slots, RANK, payload_bytes, layout.num_blocks,
+        is_average=in_codes, WORLD_SIZE=num_payloads, DIVISOR=divisor, SHRINK=shrink, BY=by,
+        INVERSE=1 / by if math.frexp(by)[0] == 0.5 else 0.0, FEEDBACK=error_feedback, HAS_OWN=has_own,
+        ONLY_SUMS=not in_codes, LARGEST=torch.finfo(wide).max, **options,
+    )  # fmt: skip
+
+
+def decoder(layout: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> Stage:
+    """Return the launch of _dequantize_kernel, see ops.decoder."""
+    wide = element_type(torch.promote_types(dtype, torch.float32))
+    slots = {"payload": torch.uint8, "buffer": dtype}
+    return _stage(_dequantize_kernel, layout, dtype, device, slots, ACC=wide, **options)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -31,14 +101,14 @@ def _quantize_kernel(
 ):  # fmt: skip
     """Quantize M = gradient + error: write codes and scales to the payloads, and error = M − decoded codes.
 
-    In this rank's own shard error = M: nobody reads the codes there. Where M isn't finite, the error counts
-    as zero.
+    In this rank's own shard error = M: nobody reads the codes there. Where only M isn't finite, the error
+    counts as zero. A block whose scale is NaN keeps its error.
 
     grad_ptr: the bucket.
     error_ptr: [blocks of all shards, SIZE], fp32 (fp64 for an fp64 bucket). Without FEEDBACK
         [blocks of a shard, SIZE], only for the own shard's M = gradient.
     payload_ptr: the payloads of all shards, see QuantizedWork.
-    work_ptr: QuantizedWork's bucket_work.
+    work_ptr: QuantizedWork's rows.
     EXACT: the dtype of exact elements in the payloads.
     LIMIT: the largest number of the averages' dtype.
     Grid: one program per row of work_ptr: a tile of at most BLOCKS blocks, or a copy of exact elements.
@@ -65,7 +135,7 @@ def _quantize_kernel(
         codes, scale, lost = encode(values, BITS, LIMIT)
         store_codes(codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), codes, third, BLOCKS, SIZE, BITS)
         store_scales(payload_ptr, tl.load(work + 6), scale, third, BLOCKS)
-        tl.store(error + offs, tl.where(is_own, values, lost), mask=mask)
+        tl.store(error + offs, tl.where(is_own, values, lost), mask=mask & (scale == scale)[:, None])
     else:
         exact = (payload_ptr + third).to(tl.pointer_type(EXACT))
         copy_tile(grad, exact, length, 1.0, COPY_BLOCK)
@@ -87,9 +157,9 @@ def sum_of_ranks(
     WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr,
     SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return (SHRINK · (own + Σ of the others' decoded tiles, in their order), whether any scale isn't zero).
+    """Return (SHRINK · (own + Σ of the others' decoded tiles, in their order), what scales show).
 
-    The second result is per block. The tiles of AHEAD ranks are loaded at a time.
+    That is per block: 0 if all are zero, 3 if the own is NaN, otherwise 1. AHEAD ranks' tiles load at a time.
 
     own: this rank's tile. Where its scale is NaN, the sum is NaN.
     code_at, scale_at: the bytes of the tile's first code and first scale in a payload.
@@ -97,7 +167,7 @@ def sum_of_ranks(
     ACC: tl.constexpr = own.dtype
     AHEAD: tl.constexpr = 4 if WORLD_SIZE > 2 else WORLD_SIZE
     total = own * SHRINK
-    is_sent = tl.zeros((BLOCKS,), tl.int32)
+    shown = tl.zeros((BLOCKS,), tl.int32)
     for start in range(0, WORLD_SIZE, AHEAD):
         packed = ()
         scales = ()
@@ -111,25 +181,25 @@ def sum_of_ranks(
             scales = scales + (load_scales(payload, scale_at, sent_blocks, BLOCKS),)
         for i in tl.static_range(AHEAD):
             total += decode(packed[i], scales[i].to(ACC) * SHRINK, ACC, BITS, LIMIT * SHRINK)
-            is_sent |= (scales[i] != 0.0).to(tl.int32)
-    return total, is_sent != 0
+            shown |= (scales[i] != 0.0).to(tl.int32)
+            shown |= tl.where((start + i == rank) & (scales[i] != scales[i]), 3, 0)
+    return total, shown
 
 
 @triton.jit
 def sum_of_exact(
-    received_ptr, payload_bytes, at, mask, ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr
-):
+    received_ptr, payload_bytes, at, mask,
+    ACC: tl.constexpr, EXACT: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr,
+):  # fmt: skip
     """Return SHRINK · Σ exact elements, [COPY_BLOCK], in the order of the ranks.
 
     at: the byte of the first one in a payload.
     mask: which elements there are.
     """
-    TYPE: tl.constexpr = received_ptr.dtype.element_ty
     offs = tl.arange(0, COPY_BLOCK)
-    received = received_ptr.to(tl.pointer_type(tl.uint8)) + at
     total = tl.zeros((COPY_BLOCK,), ACC)
     for index in range(WORLD_SIZE):
-        sent = (received + index * payload_bytes).to(tl.pointer_type(TYPE))
+        sent = (received_ptr + at + index * payload_bytes).to(tl.pointer_type(EXACT))
         total += tl.load(sent + offs, mask=mask, other=0.0).to(ACC) * SHRINK
     return total
 
@@ -137,7 +207,7 @@ def sum_of_exact(
 @triton.jit
 def average_exact(
     received_ptr, out_ptr, payload_bytes, length, at,
-    ACC: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BY: tl.constexpr,
+    ACC: tl.constexpr, EXACT: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BY: tl.constexpr,
     INVERSE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum exact elements, and divide.
@@ -150,11 +220,12 @@ def average_exact(
     offs = tl.arange(0, COPY_BLOCK)
     if WIDE and (length == COPY_BLOCK) & (out_ptr.to(tl.uint64) % 16 == 0) & (at % 16 == 0):
         whole = offs < COPY_BLOCK
-        total = sum_of_exact(received_ptr, payload_bytes, at // 16 * 16, whole, ACC, WORLD_SIZE, SHRINK)
+        aligned = at // 16 * 16
+        total = sum_of_exact(received_ptr, payload_bytes, aligned, whole, ACC, EXACT, WORLD_SIZE, SHRINK)
         tl.store(on_16_bytes(out_ptr) + offs, round_to(mean_of(total, BY, INVERSE), TYPE))
     else:
         mask = offs < length
-        total = sum_of_exact(received_ptr, payload_bytes, at, mask, ACC, WORLD_SIZE, SHRINK)
+        total = sum_of_exact(received_ptr, payload_bytes, at, mask, ACC, EXACT, WORLD_SIZE, SHRINK)
         tl.store(out_ptr + offs, round_to(mean_of(total, BY, INVERSE), TYPE), mask=mask)
 
 
@@ -182,8 +253,8 @@ def average_blocks(
         own = tl.load(error + offs, mask=mask, other=0.0)
     else:
         own = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
-    total, is_sent = sum_of_ranks(
-        own, received_ptr.to(tl.pointer_type(tl.uint8)), payload_bytes, code_at, scale_at, num_blocks, rank,
+    total, shown = sum_of_ranks(
+        own, received_ptr, payload_bytes, code_at, scale_at, num_blocks, rank,
         WORLD_SIZE, SHRINK, BITS, LIMIT, SIZE, BLOCKS,
     )  # fmt: skip
     if ONLY_SUMS:
@@ -192,13 +263,12 @@ def average_blocks(
         store_gradients(out_ptr + at, mean_of(total, BY, INVERSE), length, num_blocks, BLOCKS, SIZE)
         lost = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
     else:
-        total = tl.where(is_sent[:, None], saturated(total, LARGEST * BY), 0.0)
+        total = tl.where((shown != 0)[:, None], saturated(total, LARGEST * BY), 0.0)
         codes, scale, lost = encode(mean_of(total, BY, INVERSE), BITS, LIMIT)
-        payload = out_ptr.to(tl.pointer_type(tl.uint8))
-        store_codes(codes_at(payload, code_at, SIZE, BITS), codes, num_blocks, BLOCKS, SIZE, BITS)
-        store_scales(payload, scale_at, scale, num_blocks, BLOCKS)
+        store_codes(codes_at(out_ptr, code_at, SIZE, BITS), codes, num_blocks, BLOCKS, SIZE, BITS)
+        store_scales(out_ptr, scale_at, scale, num_blocks, BLOCKS)
         lost = saturated(lost * DIVISOR, LARGEST)
-        mask = mask & is_sent[:, None]
+        mask = mask & (shown == 1)[:, None]
     if FEEDBACK and HAS_OWN:
         tl.store(error + offs, lost, mask=mask)
 
@@ -206,7 +276,7 @@ def average_blocks(
 @triton.jit(do_not_specialize=["rank", "payload_bytes", "shard_blocks"])
 def _average_kernel(
     received_ptr, out_ptr, error_ptr, work_ptr,
-    rank: tl.int64, payload_bytes: tl.int64, shard_blocks: tl.int64,
+    rank: tl.int64, payload_bytes: tl.int64, shard_blocks: tl.int64, EXACT: tl.constexpr,
     WORLD_SIZE: tl.constexpr, DIVISOR: tl.constexpr, SHRINK: tl.constexpr, BY: tl.constexpr,
     INVERSE: tl.constexpr, FEEDBACK: tl.constexpr, HAS_OWN: tl.constexpr, ONLY_SUMS: tl.constexpr,
     LARGEST: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
@@ -214,20 +284,19 @@ def _average_kernel(
     """Compute mean = (this rank's own values + Σ the others' decoded values) / DIVISOR, and quantize it.
 
     The own values are in error. Afterwards error = DIVISOR · (mean − decoded mean). In a block for which
-    every rank sent the scale 0, the mean is zero, and error doesn't change. Means and errors are limited to
-    ±LARGEST, the largest finite number of error's dtype.
+    every rank sent the scale 0, the mean is zero, and error doesn't change; nor where the own scale is NaN.
+    Means and errors are limited to ±LARGEST, the largest finite number of error's dtype.
 
     With ONLY_SUMS the mean isn't quantized: out = round(mean), and error = 0. Without HAS_OWN this rank's own
     values are in its payload like the others', and error isn't used.
 
-    received_ptr: the payloads of all ranks, one after another, as elements of the dtype of exact elements.
-    out_ptr: one payload, in received_ptr's dtype. With ONLY_SUMS the shard's tensors, one after another.
-    error_ptr: see _quantize_kernel.
-    work_ptr: QuantizedWork's shard_work; with ONLY_SUMS its sum_work.
+    received_ptr: the payloads of all ranks, one after another.
+    out_ptr: one payload. With ONLY_SUMS the shard's tensors, one after another.
+    work_ptr: the shard's rows; see QuantizedWork.
     payload_bytes, shard_blocks: of one payload, and of one shard.
     WORLD_SIZE: the number of payloads.
     DIVISOR: WORLD_SIZE, unless payloads hold sums over the ranks of a node.
-    SHRINK: values are multiplied by it before they are summed; see QuantizedPlan.
+    SHRINK: values are multiplied by it before they are summed; see adder.
     BY, INVERSE: DIVISOR · SHRINK, see mean_of.
     For the other arguments see _quantize_kernel.
     Grid: one program per row of work_ptr.
@@ -247,10 +316,9 @@ def _average_kernel(
             BITS, LIMIT, SIZE, BLOCKS,
         )  # fmt: skip
     else:
-        in_payload = (out_ptr.to(tl.pointer_type(tl.uint8)) + third).to(out_ptr.dtype)
-        out = out_ptr + at if ONLY_SUMS else in_payload
+        out = out_ptr + at if ONLY_SUMS else (out_ptr + third).to(tl.pointer_type(EXACT))
         average_exact(
-            received_ptr, out, payload_bytes, length, third, error_ptr.dtype.element_ty,
+            received_ptr, out, payload_bytes, length, third, error_ptr.dtype.element_ty, EXACT,
             WORLD_SIZE, SHRINK, BY, INVERSE, ONLY_SUMS,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The tables of the quantized all-reduce's kernels for one bucket: one row per program.
+"""The tables of the quantized all-reduce's kernels: one row per program.
 
 They depend on shapes and on the number of multiprocessors. A payload holds one shard as ranks exchange it, in
 three sections: its codes, the scales of its blocks in bf16, and its exact elements. Every section begins on a
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WORK_FIELDS = 9
 BLOCKS, COPY = 0, 1  # what a program does: a row's first field
 COPY_BLOCK = 2048  # most exact elements that a program copies or averages
-AVERAGED = 1024  # most exact elements that a program of shard_work averages: as long as a small share
+AVERAGED = 1024  # most exact elements that a program averages in codes: as long as a small share
 THREAD_BYTES = 64  # bytes of a tile in each thread: with 128, two programs fit a multiprocessor, not four
 WARP_SIZE = 32
 MIN_WARPS, MAX_WARPS = 4, 32
@@ -43,34 +43,27 @@ def tile_shape(block_size: int, itemsize: int) -> tuple[int, int]:
 
 
 class QuantizedWork:
-    """The tables and sizes of one bucket.
+    """The table of one launch.
 
-    layout: the blocks and shards of the bucket.
+    layout: the blocks and shards of the bucket; of a sum the one shard.
     bits: bits of a code, 4 or 8.
     itemsize: bytes of an element in the bucket.
     exact_itemsize: bytes of an exact element in the payloads, itemsize by default.
     num_multiprocessors: of the GPU.
+    is_average: True for a sum in codes, which nobody places in a bucket.
 
-    bucket_work: one row for each program of quantize or dequantize, either of
+    rows: one row for each program, either of
         (BLOCKS, first element in the bucket, number of elements, number of blocks, first block over all
         shards, byte of the first code in the payloads, byte of the first scale, shard, first block in it)
         (COPY, first element in the bucket, number of elements, byte of the first one in the payloads)
-    shard_work: one row for each program of average: bucket_work's fields, without elements in the bucket, as
-        if the rank's shard were the first one.
-    sum_work: likewise for average with ONLY_SUMS, if all shards have equal tensors; with elements in the
-        shard.
 
     Rows have WORK_FIELDS fields; unused ones are 0.
     """
 
     def __init__(
-        self,
-        layout: BlockLayout,
-        bits: int,
-        itemsize: int,
-        exact_itemsize: int | None = None,
-        num_multiprocessors: int = 132,
-    ):
+        self, layout: BlockLayout, bits: int, itemsize: int, exact_itemsize: int | None = None,
+        num_multiprocessors: int = 132, *, is_average: bool = False,
+    ):  # fmt: skip
         self.layout, self.bits = layout, bits
         self.code_bytes = layout.code_bytes(bits)
         self._exact_itemsize = exact_itemsize or itemsize
@@ -81,21 +74,11 @@ class QuantizedWork:
         warps = RESIDENT_FEW_WARPS if is_masked else RESIDENT_WARPS
         self.resident_programs = max(1, warps // self.num_warps)
         self._places = num_multiprocessors * self.resident_programs
-        copies = list(self._copy_work())
+        copies = list(self._copy_work(AVERAGED if is_average else COPY_BLOCK))
         total = layout.world_size * layout.num_blocks
         starts = range(0, total, max(1, layout.num_blocks))
-        shares = self._shares(total, len(copies) + len(layout.runs) + layout.world_size)
-        self.bucket_work = [*copies, *self._block_work(sorted({*shares, *starts}))]
-        averaged = range(0, layout.exact_numel, AVERAGED)
-        shares = self._shares(layout.num_blocks, len(averaged))
-        self.shard_work = [
-            *(self._copy(0, min(AVERAGED, layout.exact_numel - first), first) for first in averaged),
-            *(self._tile(0, 0, start, stop) for start, stop in pairwise(shares)),
-        ]
-        copies = [row for row in copies if row[3] < self.payload_bytes]
-        num_runs = sum(run.stored.start < layout.shard_numel for run in layout.runs)
-        tiles = self._block_work(self._shares(layout.num_blocks, len(copies) + num_runs))
-        self.sum_work = [*copies, *(row for row in tiles if row[2] and not row[7])]
+        shares = self._shares(total, len(copies) + len(layout.runs) + layout.world_size - 1)
+        self.rows = [*copies, *self._block_work(sorted({*shares, *starts}))]
 
     def _block_work(self, tiles: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Yield the rows of every run's tiles, then of the padding blocks behind the last run.
@@ -120,10 +103,6 @@ class QuantizedWork:
         codes, scales = payload + block * self.code_bytes, payload + self._scales_at + block * 2
         return (BLOCKS, in_bucket, numel, stop - start, start, codes, scales, shard, block)
 
-    def _copy(self, in_bucket: int, numel: int, index: int, shard: int = 0) -> tuple[int, ...]:
-        at = shard * self.payload_bytes + self._exact_at + index * self._exact_itemsize
-        return (COPY, in_bucket, numel, at, 0, 0, 0, 0, 0)
-
     def _shares(self, num_blocks: int, others: int) -> list[int]:
         """Return the bounds of shares of blocks: programs that fill all places, the longer first.
 
@@ -136,15 +115,16 @@ class QuantizedWork:
         size, longer = divmod(num_blocks, max(count, 1))
         return [*(i * size + min(i, longer) for i in range(count)), num_blocks]
 
-    def _copy_work(self) -> Iterator[tuple[int, ...]]:
-        """Yield bucket_work's rows of exact elements. No row has elements of two shards."""
+    def _copy_work(self, most: int) -> Iterator[tuple[int, ...]]:
+        """Yield the rows of exact elements, of up to `most` each. No row has elements of two shards."""
         per_shard = self.layout.exact_numel
         for part in self.layout.exact:
             start, offset = part.stored.start, part.in_bucket.start - part.stored.start
             while start < part.stored.stop:
                 shard, index = divmod(start, per_shard)
-                numel = min(COPY_BLOCK, part.stored.stop - start, per_shard - index)
-                yield self._copy(start + offset, numel, index, shard)
+                numel = min(most, part.stored.stop - start, per_shard - index)
+                at = shard * self.payload_bytes + self._exact_at + index * self._exact_itemsize
+                yield (COPY, start + offset, numel, at, 0, 0, 0, 0, 0)
                 start += numel
 
 

@@ -13,7 +13,7 @@ from benchmarks.harness import Case, Setup, WrongResultError, check, elementwise
 from benchmarks.powersgd import PASSES
 from benchmarks.records import RESULTS, read
 from gradcomp import ops
-from gradcomp.cpu.quantize import QuantizedPlan
+from gradcomp.cpu.quantize import Adder, Decoder, Encoder
 from gradcomp.plan.models import BUCKET_CAP_BYTES, FIRST_BUCKET_BYTES
 from tests.programs import run_module
 
@@ -213,15 +213,16 @@ def test_a_wrong_quantized_stage_is_found(stage, bits, monkeypatch):
     monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, which benchmarks use on CPU
     case = quantizing(stage, bits)
     assert set(check(case, case.build())) == {"gradcomp", "torch"}
-    right = getattr(QuantizedPlan, stage)
+    operation = {"quantize": Encoder, "average": Adder, "dequantize": Decoder}[stage]
+    right = operation.__call__
 
-    def wrong(plan, *arguments):
-        right(plan, *arguments)
-        written = arguments[0] if stage == "dequantize" else plan.error
+    def wrong(operation, **buffers):
+        right(operation, **buffers)
+        written = buffers["buffer" if stage == "dequantize" else "kept"]
         written *= 1.001
 
     setup = case.build()
-    monkeypatch.setattr(QuantizedPlan, stage, wrong)
+    monkeypatch.setattr(operation, "__call__", wrong)
     with pytest.raises(WrongResultError):
         check(case, setup)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_powersgd_compiles_once_per_bucket_in_a_quantized_start(hook, monkeypatc
 
     note(ops, "compile_powersgd", "compiled")
     note(ops, "powersgd_plan", "made")
-    note(quantized_all_reduce, "_average_codes", "quantized")
+    note(quantized_all_reduce.Codes, "exchange", "quantized")
     make_state = partial(powersgd.PowerSGDState, None, 2, start_powerSGD_iter=3, start_bits=4)
     simulate(train, 1, make_state, hook, 5)
     assert events == ["quantized", "compiled"] * 2 + ["quantized"] * 4 + ["made"] * 2
@@ -103,42 +104,52 @@ def test_a_new_memory_is_warmed_up_though_an_old_one_had_its_address():
     assert Noted.calls == [("warmed up", each) for each in shapes]
 
 
+class Compiled:
+    """Notes the operations that are made on the meta device and compiled, in place of compiling them."""
+
+    def __init__(self, monkeypatch):
+        self.compiled = []
+        monkeypatch.setattr("gradcomp.compress.quantized_all_reduce.has_streams", lambda device: True)
+        for name in ("encoder", "adder", "decoder"):
+            make = partial(self.make, name, getattr(ops, name))
+            monkeypatch.setattr(ops, name, make)
+
+    def make(self, name, make, layout, dtype, device, **options):
+        if device.type != "meta":
+            return make(layout, dtype, device, **options)
+        note = (name, layout.world_size, dtype, options)
+        return SimpleNamespace(compile=lambda _: self.compiled.append(note))
+
+
 def test_the_quantized_all_reduce_compiles_for_its_options(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(
-        "gradcomp.ops.compile_quantized",
-        lambda layout, dtype, device, **options: compiled.append((layout.world_size, dtype, options)),
-    )
+    compiled = Compiled(monkeypatch).compiled
     make_state = partial(QuantizationState, None, 8, 4, False, start_iter=2)
     simulate(train, 2, make_state, quantization_hook, 3)
     # Two buckets on two ranks, in one exchange.
-    options = {"bits": 8, "error_feedback": False, "uncompressed_dtype": None, "num_senders": 2}
-    assert compiled == [(1, torch.float32, options)] * 4
+    assert [each[:3] for each in compiled] == [(name, 1, torch.float32) for name in ("encoder", "adder")] * 4
+    options = {"bits": 8, "error_feedback": False, "uncompressed_dtype": None}
+    assert compiled[0][3] == options
+    assert compiled[1][3].items() >= {**options, "num_payloads": 2, "has_own": False}.items()
 
 
-def test_hierarchical_the_kernels_of_both_plans_compile(monkeypatch):
+def test_hierarchical_the_kernels_of_all_operations_compile(monkeypatch):
     """With nodes, int8 factors are quantized in pieces."""
-    compiled = []
-    monkeypatch.setattr(
-        "gradcomp.ops.compile_quantized",
-        lambda layout, dtype, device, **options: compiled.append((layout.world_size, dtype, options)),
-    )
+    compiled = Compiled(monkeypatch).compiled
     monkeypatch.setattr("gradcomp.ops.compile_powersgd", lambda *_, **options: compiled.append(options))
     options = PowerSGDOptions(factor_dtype=torch.int8)
     bucket = BucketSpec(((5, 6), (6,)), torch.float32, torch.device("cpu"), 9, 0, ranks_per_node=3)
     PowerSGDCompressor.warm_up(bucket, options)
-    _, piece, whole = compiled
     # Three nodes average pieces of gradients that were multiplied by a quarter.
-    assert piece[0] == 3
-    assert piece[2]["divisor"] == 9 / 4
-    assert whole[0] == 9
-    assert whole[2]["only_dequantizes"]
+    _, encoder, adder, decoder = compiled
+    assert [each[:2] for each in (encoder, adder, decoder)] == [("encoder", 3), ("adder", 1), ("decoder", 9)]
+    assert (adder[3]["num_payloads"], adder[3]["divisor"]) == (3, 9 / 4)
     compiled.clear()
     QuantizedCompressor.warm_up(bucket, QuantizedOptions(within_dtype=torch.bfloat16))
-    assert [each[:2] for each in compiled] == [(3, torch.bfloat16), (9, torch.float32)]
+    assert [each[2] for each in compiled] == [torch.bfloat16, torch.bfloat16, torch.float32]
     compiled.clear()
     QuantizedCompressor.warm_up(replace(bucket, world_size=6), QuantizedOptions())
-    assert [(each[0], each[2]["num_senders"]) for each in compiled] == [(1, 2)]
+    assert [each[:2] for each in compiled] == [("encoder", 1), ("adder", 1)]
+    assert compiled[1][3]["num_payloads"] == 2
     compiled.clear()
     PowerSGDCompressor.warm_up(replace(bucket, ranks_per_node=1), options)
-    assert [type(each) for each in compiled] == [dict, tuple]
+    assert [type(each) for each in compiled] == [dict, tuple, tuple, tuple]

@@ -147,7 +147,7 @@ def plans_of_equal_layers(rank):
     for _ in range(2):
         model(torch.ones(1, 33)).sum().backward()
     buckets = state._states._buckets
-    plans = {id(each.compressor._sum.plan): each.compressor._sum.plan for each in buckets}
+    plans = {id(each.compressor._sum.codes): each.compressor._sum.codes for each in buckets}
     return len(buckets), len(plans)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradcomp.kernels.quantize import plan as quantize_plan
+from gradcomp.kernels.launch import Stage
 from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import equal, reload
@@ -34,7 +34,7 @@ def steps_on_kernels(rank, bits):
         (known,) = state._states._buckets
         del bucket  # the state then takes the next buckets for a new model's
     error = error_in(state).cpu()
-    return results, error, isinstance(known.compressor._sum.plan, quantize_plan.QuantizedPlan)
+    return results, error, isinstance(known.compressor._sum.operations[0], Stage)
 
 
 @BITS

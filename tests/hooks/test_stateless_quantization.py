@@ -99,7 +99,7 @@ def train_with(rank, way, hook):
 
     def count(step):
         plans = quantization_hooks._all_reduces.by_parameter.values()
-        plans = [each.plan for by_name in plans for _, each in by_name.values()]
+        plans = [each.codes for by_name in plans for _, each in by_name.values()]
         kept.append(sum(plan.payload.nbytes + plan.received.nbytes for plan in plans))
 
     losses = train(model, loss, range(8), 0.5, before_update=count)
@@ -129,13 +129,13 @@ def test_plans_leave_with_their_parameters(group_of_one):
 
 def test_a_plan_is_made_once_and_again_for_another_dtype(group_of_one, monkeypatch):
     made = []
-    plan = ops.quantized_plan
+    encoder = ops.encoder
 
     def counting(*arguments, **options):
         made.append(arguments[1])
-        return plan(*arguments, **options)
+        return encoder(*arguments, **options)
 
-    monkeypatch.setattr(ops, "quantized_plan", counting)
+    monkeypatch.setattr(ops, "encoder", counting)
     parameter = nn.Parameter(torch.zeros(64, 64))
     for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
         buffer = torch.randn(64 * 64, dtype=dtype)

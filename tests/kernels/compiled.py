@@ -36,7 +36,7 @@ from triton.compiler import ASTSource
 import gradcomp.kernels
 from gradcomp.kernels import flatten
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
-from gradcomp.kernels.quantize.plan import QuantizedPlan
+from gradcomp.kernels.quantize import kernels as quantize
 from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import MAX_BLOCK_SIZE
 
@@ -156,46 +156,38 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
 
 def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]]) -> Iterator[str]:
     """Call the launchers of the quantized all-reduce, and yield a name for each case."""
+    cpu, of_bytes, numbers = torch.device("cpu"), torch.zeros(1, dtype=torch.uint8), {"rank": 0}
     for dtype, bits, block_size, world_size, feedback in cases:
-        layout = BlockLayout([(block_size, 4), (3,)], block_size, world_size)
-        plan = QuantizedPlan(
-            layout, dtype, torch.device("cpu"), bits=bits, error_feedback=feedback,
-        )  # fmt: skip
-        buffer = torch.zeros(layout.numel, dtype=dtype)
-        plan.quantize(buffer, 0)
-        plan.average(0)
-        plan.dequantize(buffer)
-        plan = QuantizedPlan(
-            BlockLayout([(block_size, 4), (3,)] * world_size, block_size, world_size), dtype,
-            torch.device("cpu"), bits=bits, error_feedback=feedback, divisor=1.0, only_sums=True,
-        )  # fmt: skip
-        plan.sum(torch.zeros(block_size * 4 + 3, dtype=dtype), 0)
-        plan = QuantizedPlan(
-            BlockLayout([(block_size, 4), (3,)], block_size, 1), dtype, torch.device("cpu"), bits=bits,
-            error_feedback=feedback, num_senders=world_size,
-        )  # fmt: skip
-        plan.sum(buffer, 0)
-        options = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
-        yield f"{TYPE_NAMES[dtype]} bits={bits} {options}"
+        whole, row = (BlockLayout([(block_size, 4), (3,)], block_size, ranks) for ranks in (world_size, 1))
+        options = {"bits": bits, "error_feedback": feedback, "num_payloads": world_size}
+        buffer, kept = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.promote_types(dtype, FP32))
+        numbers |= {"kept": kept, "received": of_bytes}
+        quantize.encoder(whole, dtype, cpu, bits=bits, error_feedback=feedback)(
+            buffer=buffer, payload=of_bytes, **numbers
+        )
+        mean = whole.piece(1)
+        quantize.adder(mean, dtype, cpu, in_codes=True, has_own=True, **options)(out=of_bytes, **numbers)
+        quantize.decoder(whole, dtype, cpu, bits=bits)(payload=of_bytes, buffer=buffer)
+        quantize.adder(row, dtype, cpu, in_codes=False, has_own=True, divisor=1.0, **options)(
+            out=buffer, **numbers
+        )
+        quantize.adder(row, dtype, cpu, in_codes=False, has_own=False, **options)(out=buffer, **numbers)
+        case = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
+        yield f"{TYPE_NAMES[dtype]} bits={bits} {case}"
     # Between 4 nodes of 3 ranks, whose gradients are multiplied by 1/4, and summed within the node in dtype.
+    numbers["kept"] = torch.zeros(1)
     for bits, dtype in product((4, 8), (FP32, BF16, FP16)):
-        layout = BlockLayout([(128, 4), (3,)], 128, 4)
-        plan = QuantizedPlan(
-            layout, dtype, torch.device("cpu"), bits=bits, error_feedback=True, uncompressed_dtype=FP32,
-            divisor=3.0, averages_dtype=FP32,
-        )  # fmt: skip
-        plan.quantize(torch.zeros(layout.numel, dtype=dtype), 0)
-        plan.average(0)
+        layout, buffer = BlockLayout([(128, 4), (3,)], 128, 4), torch.zeros(1, dtype=dtype)
+        options = {"bits": bits, "uncompressed_dtype": FP32, "averages_dtype": FP32, "error_feedback": True}
+        quantize.encoder(layout, dtype, cpu, **options)(buffer=buffer, payload=of_bytes, **numbers)
+        options |= {"num_payloads": 4, "divisor": 3.0, "in_codes": True, "has_own": True}
+        quantize.adder(layout.piece(1), dtype, cpu, **options)(out=of_bytes, **numbers)
         yield f"{TYPE_NAMES[dtype]} bits={bits} hierarchical"
-    # Weights of two shards.
+    # Weights.
     for dtype in (FP32, BF16, FP16):
-        layout = BlockLayout([(128, 4), (3,)] * 2, 128, 2)
-        plan = QuantizedPlan(
-            layout, dtype, torch.device("cpu"), bits=8, error_feedback=False, only_gathers=True,
-        )  # fmt: skip
-        plan.payload = torch.zeros(2, plan.payload_bytes, dtype=torch.uint8)
-        plan.quantize(torch.zeros(layout.numel // 2, dtype=dtype), 0)
-        plan.dequantize(torch.zeros(layout.numel, dtype=dtype))
+        layout, buffer = BlockLayout([(128, 4), (3,)], 128, 1), torch.zeros(1, dtype=dtype)
+        quantize.encoder(layout, dtype, cpu, bits=8)(buffer=buffer, payload=of_bytes, **numbers)
+        quantize.decoder(layout, dtype, cpu, bits=8)(payload=of_bytes, buffer=buffer)
         yield f"{TYPE_NAMES[dtype]} bits=8 gathers"
 
 

@@ -13,6 +13,8 @@ import torch
 from gradcomp.kernels.launch import Launch, Slot, Stage
 from tests.programs import needs_stub_cuda, run_python
 
+CPU = torch.device("cpu")
+
 pytestmark = pytest.mark.smallest  # the launches are Triton's private ones
 
 PROGRAM = """
@@ -130,9 +132,9 @@ def test_a_stage_fills_the_slots_of_its_launches():
     kernel, own = Kernel(), torch.zeros(3)
     buffer, scale = Slot.buffer(torch.float32), Slot("scale", 1000.0)
     stage = Stage(
-        [Launch(kernel, 2, own, buffer, scale, 1000.0, BLOCK=4), Launch(kernel, 5, buffer, own, BLOCK=8)]
+        [Launch(kernel, 2, own, buffer, scale, 1000.0, BLOCK=4), Launch(kernel, 5, buffer, own, BLOCK=8)], CPU
     )
-    stage.compile()
+    stage.compile(CPU)
     assert not kernel.launched
     for number in (1000.0, 0.5):
         given = torch.ones(4)
@@ -150,7 +152,7 @@ def test_a_launch_of_no_programs_launches_nothing():
     kernel = Kernel()
     empty, full = Launch(kernel, 0, 1, BLOCK=2), Launch(kernel, 3, 1, BLOCK=2)
     empty()
-    Stage([empty])()
+    Stage([empty], CPU)()
     assert not kernel.launched
     full()
     assert kernel.launched == [((3,), (1,), {"BLOCK": 2})]

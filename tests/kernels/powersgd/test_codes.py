@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from gradcomp import ops
 from gradcomp.layout import BlockLayout
 from tests.kernels.powersgd.ranks import plans_of, random_grads
-from tests.kernels.quantize.ranks import all_reduce
+from tests.kernels.quantize.ranks import Rank, all_reduce
 
 FP32 = torch.float32
 SIZE = 128
@@ -19,7 +18,7 @@ def plans_with_codes(shapes, rank, dtype, device, *, world_size=2, uncompressed_
     p_numels, uncompressed_numel, q_numels = plan.wire_numels
     options = {"bits": 8, "error_feedback": False, "uncompressed_dtype": uncompressed_dtype or dtype}
     codes = [
-        ops.quantized_plan(BlockLayout(parts, SIZE, world_size), wide, device, **options)
+        Rank(BlockLayout(parts, SIZE, world_size), wide, device, **options)
         for parts in ([(1, sum(p_numels)), (uncompressed_numel,)], [(1, sum(q_numels))])
     ]
     return plan, codes

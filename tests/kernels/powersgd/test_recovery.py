@@ -54,7 +54,12 @@ def test_not_finite_everywhere_and_sound_again(rank, bad, feedback, device):
     step(plans, random_grads(layout, FP32, device, 0, world_size))
     grads = random_grads(layout, FP32, device, 1, world_size)
     grads[-1][layout.matrices[hit].offset + 100] = bad
+    before = [matrices_of(layout, plan.error())[hit] for plan in plans]
     step(plans, grads)
+    for plan, error in zip(plans, before, strict=True):
+        # On the ranks with finite gradients, too. Up to the rounding of M.
+        assert torch.allclose(matrices_of(layout, plan.error())[hit], error, rtol=0, atol=1e-6)
+        assert bool(error.any()) == feedback
     for grad in grads:
         outputs = matrices_of(layout, grad)
         assert not outputs[hit].isfinite().any()

@@ -5,28 +5,57 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
 from gradcomp import ops
+from gradcomp.compress.quantized_all_reduce import Codes, zeros_of
 from gradcomp.cpu import quantize as plain
-from gradcomp.kernels.quantize.plan import QuantizedPlan
+from gradcomp.kernels.launch import Stage
 from gradcomp.layout import BlockLayout
 
 
+class Rank(Codes):
+    """A simulated rank's codes in an all-reduce, or in a reduce-scatter."""
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        bits: int,
+        error_feedback: bool = True,
+        uncompressed_dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        error = zeros_of(layout, dtype, device, layout.world_size) if error_feedback else None
+        options |= {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
+        super().__init__(layout, dtype, device, error, **options)
+        self._decode = ops.decoder(layout, dtype, device, bits=bits, uncompressed_dtype=uncompressed_dtype)
+
+    def average(self, rank: int) -> None:
+        self.add(self.mean, rank)
+
+    def decode(self, flat: torch.Tensor) -> None:
+        self._decode(payload=self.payload, buffer=flat)
+
+
 def plans_of(
-    layout: BlockLayout, dtype: torch.dtype, device: torch.device, *, bits: int, error_feedback: bool = True
-) -> list[Any]:
-    """Return a plan on the kernels for each simulated rank."""
-    options = {"bits": bits, "error_feedback": error_feedback}
-    plans = [ops.quantized_plan(layout, dtype, device, **options) for _ in range(layout.world_size)]
-    assert all(isinstance(plan, QuantizedPlan) for plan in plans)
+    layout: BlockLayout, dtype: torch.dtype, device: torch.device, world_size: int = 0, **options: Any
+) -> list[Rank]:
+    """Return a simulated rank's codes on the kernels for each rank, by default one per shard."""
+    plans = [Rank(layout, dtype, device, **options) for _ in range(world_size or layout.world_size)]
+    assert all(isinstance(operation, Stage) for plan in plans for operation in plan.operations)
     return plans
 
 
-def plain_plans_of(layout: BlockLayout, dtype: torch.dtype, **options: Any) -> list[Any]:
-    """Return a plan in plain torch for each simulated rank."""
-    return [plain.QuantizedPlan(layout, dtype, **options) for _ in range(layout.world_size)]
+def plain_plans_of(layout: BlockLayout, dtype: torch.dtype, world_size: int = 0, **options: Any):
+    """Return the same in plain torch."""
+    with mock.patch.object(ops, "_INTERPRETED", False):
+        cpu = torch.device("cpu")
+        return [Rank(layout, dtype, cpu, **options) for _ in range(world_size or layout.world_size)]
 
 
 def padding_of(layout: BlockLayout) -> list[slice]:
@@ -64,13 +93,17 @@ def all_reduce(
     """
     outputs = [grad.clone() for grad in grads]
     for rank, plan in enumerate(plans):
-        plan.quantize(outputs[rank], rank, unused[rank] if unused else ())
+        parts = unused[rank] if unused else ()
+        for part in parts:
+            outputs[rank][part.in_bucket] = 0.0
+        everything = outputs[rank].new_ones((), dtype=torch.bool)
+        plan.encode(outputs[rank], rank, [(part.stored, everything) for part in parts])
     all_to_all(plans)
     for rank, plan in enumerate(plans):
         plan.average(rank)
     all_gather(plans)
     for rank, plan in enumerate(plans):
-        plan.dequantize(outputs[rank])
+        plan.decode(outputs[rank])
     return outputs
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from gradcomp import ops
-from gradcomp.kernels.quantize import plan as quantize_plan
+from gradcomp.kernels.launch import Stage
+from gradcomp.kernels.quantize import kernels
 from gradcomp.kernels.quantize.work import QuantizedWork
 from gradcomp.layout import BlockLayout
 from tests.depth import mixed
@@ -41,7 +42,7 @@ def check_quantized(plans, grads, bits, dtype):
     for rank, (plan, grad) in enumerate(zip(plans, grads, strict=True)):
         values = plan.error.cpu().view(-1, layout.block_size) + blocks_of(layout, grad, wide)
         is_own = torch.arange(len(values)) // max(1, layout.num_blocks) == rank
-        plan.quantize(grad, rank)
+        plan.encode(grad, rank)
         sent = [sections_of(payload, layout, dtype, bits) for payload in plan.payload]
         codes, scales, exact = (torch.cat(section) for section in zip(*sent, strict=True))
         assert_quantized(values[~is_own], codes[~is_own], scales[~is_own], bits)
@@ -88,7 +89,7 @@ def check_dequantized(plans, flats, bits, dtype):
         codes, scales, exact = (torch.cat(section) for section in zip(*sent, strict=True))
         blocks = dequantized(codes, scales, wide, bits, torch.finfo(dtype).max).flatten().to(dtype)
         flat.fill_(math.nan)
-        plan.dequantize(flat)
+        plan.decode(flat)
         for parts, values in ((layout.quantized, blocks), (layout.exact, exact)):
             for part in parts:
                 assert torch.equal(flat[part.in_bucket].cpu(), values[part.stored])
@@ -154,7 +155,7 @@ def test_bits_are_those_of_plain_torch(bits, dtype, world_size, device):
     """Outputs, errors, codes and scales have the same bits; sums of exactly sent elements may differ."""
     layout = BlockLayout(MIXED, 16, world_size)
     plans = plans_of(layout, dtype, device, bits=bits)
-    plain = plain_plans_of(layout, dtype, bits=bits, error_feedback=True)
+    plain = plain_plans_of(layout, dtype, bits=bits)
     for step in range(2):
         outputs = all_reduce(plans, random_grads(layout, dtype, device, step))
         expected = all_reduce(plain, random_grads(layout, dtype, torch.device("cpu"), step))
@@ -220,10 +221,15 @@ def test_magnitudes_at_the_ends_of_fp32(bits, scale, device):
 @BITS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_blocks_that_are_not_finite(bits, dtype, device):
-    """Such blocks are NaN on every rank, and leave no error. All other blocks are unchanged by them."""
+    """Such blocks are NaN on every rank, and keep their errors. All other blocks are unchanged by them."""
     layout = BlockLayout([(8, 16), (3,)], 16, 2)
     plans, others = (plans_of(layout, dtype, device, bits=bits) for _ in range(2))
+    plain = plain_plans_of(layout, dtype, bits=bits)
     grads = random_grads(layout, dtype, device, 0)
+    for each in (plans, others):
+        all_reduce(each, [grad.clone() for grad in grads])
+    all_reduce(plain, [grad.cpu().clone() for grad in grads])
+    before = [plan.error.clone() for plan in plans]
     expected = all_reduce(others, grads)[0]
     grads[1][20], grads[1][80], grads[0][127] = math.inf, math.nan, -math.inf
     outputs = all_reduce(plans, grads)
@@ -234,9 +240,8 @@ def test_blocks_that_are_not_finite(bits, dtype, device):
         assert output[is_bad].isnan().all()
         assert torch.equal(output[~is_bad], expected[~is_bad])
     assert all(plan.error.isfinite().all() for plan in plans)
-    assert not plans[0].error[112:].any()
-    assert not plans[1].error[16:32].any()
-    plain = plain_plans_of(layout, dtype, bits=bits, error_feedback=True)
+    for rank, start in ((1, 16), (1, 80), (0, 112)):  # the second block is rank 1's own
+        assert torch.equal(plans[rank].error[start : start + 16], before[rank][start : start + 16])
     expected = all_reduce(plain, [grad.cpu() for grad in grads])
     for plan, other, output, theirs in zip(plans, plain, outputs, expected, strict=True):
         assert torch.equal(plan.error.cpu(), other.error)
@@ -253,7 +258,7 @@ def test_layers_that_are_skipped_keep_their_errors(bits, users, device):
     """
     layout = BlockLayout([(9, 7), (4, 5)], 16, 2)
     plans = plans_of(layout, torch.float32, device, bits=bits)
-    plain = plain_plans_of(layout, torch.float32, bits=bits, error_feedback=True)
+    plain = plain_plans_of(layout, torch.float32, bits=bits)
     for each in (plans, plain):
         all_reduce(each, random_grads(layout, torch.float32, each[0].error.device, 0))
     first = layout.quantized[0]
@@ -291,7 +296,7 @@ def sums_of(plans, grads, errors, out_dtype):
     for rank, (plan, grad, error) in enumerate(zip(plans, grads, errors, strict=True)):
         if error is not None:
             plan.error = error
-        plan.quantize(grad, rank)
+        plan.encode(grad, rank)
     all_to_all(plans)
     numel = plans[0].layout.numel // len(plans)
     shards = [plan.layout.shard(rank) for rank, plan in enumerate(plans)]
@@ -301,7 +306,7 @@ def sums_of(plans, grads, errors, out_dtype):
     ]
     outputs = [torch.full((numel,), math.nan, dtype=out_dtype, device=grads[0].device) for _ in plans]
     for rank, (plan, output) in enumerate(zip(plans, outputs, strict=True)):
-        plan.sum(output, rank)
+        plan.add(output, rank)
     return outputs, owns
 
 
@@ -327,9 +332,8 @@ def check_sums(plans, outputs, owns, bits, dtype):
 @pytest.mark.parametrize(("dtype", "world_size", "bits"), mixed(FLOATS, [1, 3, 5], [4, 8]), ids=str)
 def test_sums_of_shards_with_equal_tensors(dtype, world_size, bits, device):
     layout = BlockLayout(MIXED * world_size, 16, world_size)
-    options = {"bits": bits, "error_feedback": True, "only_sums": True, "divisor": 0.25}
-    plans = [ops.quantized_plan(layout, dtype, device, **options) for _ in range(world_size)]
-    plain = plain_plans_of(layout, dtype, **options)
+    options = {"bits": bits, "of_row": BlockLayout(MIXED, 16, 1), "divisor": 0.25}
+    plans, plain = plans_of(layout, dtype, device, **options), plain_plans_of(layout, dtype, **options)
     zeros = torch.zeros(world_size, world_size * layout.shard_numel, dtype=WIDE[dtype])
     errors, plain_errors = list(zeros.to(device)), list(zeros.clone())
     for step in range(2):
@@ -346,12 +350,12 @@ def exchange_once(plans, grads):
     """Average in one exchange: every rank gets all payloads, its own too."""
     outputs = [grad.clone() for grad in grads]
     for rank, plan in enumerate(plans):
-        plan.quantize(outputs[rank], rank)
+        plan.encode(outputs[rank], rank)
     for plan in plans:
         for sender, other in enumerate(plans):
             plan.received[sender].copy_(other.payload[0])
     for rank, plan in enumerate(plans):
-        plan.sum(outputs[rank], rank)
+        plan.add(outputs[rank], rank)
     return outputs
 
 
@@ -362,8 +366,8 @@ def test_one_exchange(bits, dtype, num_senders, feedback, device):
     """All ranks have the same bits, which are plain torch's. Errors are what rounding has lost."""
     layout, wide = BlockLayout(MIXED, 16, 1), WIDE[dtype]
     options = {"bits": bits, "error_feedback": feedback, "num_senders": num_senders}
-    plans = [ops.quantized_plan(layout, dtype, device, **options) for _ in range(num_senders)]
-    plain = [plan for _ in range(num_senders) for plan in plain_plans_of(layout, dtype, **options)]
+    plans = plans_of(layout, dtype, device, num_senders, **options)
+    plain = plain_plans_of(layout, dtype, num_senders, **options)
     before = [torch.zeros(layout.shard_numel, dtype=wide) for _ in plans]
     for step in range(2):
         grads = [random_grads(layout, dtype, device, 10 * step + rank)[0] for rank in range(num_senders)]
@@ -392,20 +396,19 @@ def test_sums_of_16_bits_are_in_fp32(dtype, device):
     """Three equal numbers' sum isn't rounded twice."""
     layout = BlockLayout([(5,)] * 3, 16, 3)
     options = {"bits": 8, "error_feedback": False, "uncompressed_dtype": dtype}
-    options |= {"only_sums": True, "divisor": 1}
-    plans = [ops.quantized_plan(layout, torch.float32, device, **options) for _ in range(3)]
+    options |= {"of_row": BlockLayout([(5,)], 16, 1), "divisor": 1}
+    plans = plans_of(layout, torch.float32, device, **options)
     grads = [torch.full((15,), 1 + 2.0**-7, device=device) for _ in plans]
     for output in sums_of(plans, grads, [None] * 3, torch.float32)[0]:
         assert torch.equal(output.cpu(), torch.full((5,), 3 + 3 * 2.0**-7))
 
 
 def test_it_is_chosen_where_kernels_run(monkeypatch):
-    layout, cpu = BlockLayout([(16, 16)], 16, 1), torch.device("cpu")
-    options = {"bits": 4, "error_feedback": True}
     monkeypatch.setattr(ops, "_INTERPRETED", False)
-    plan = ops.quantized_plan(layout, torch.float32, cpu, **options)
-    assert not isinstance(plan, quantize_plan.QuantizedPlan)
-    ops.compile_quantized(layout, torch.float32, cpu, **options)  # nothing to compile
+    arguments = BlockLayout([(16, 16)], 16, 1), torch.float32
+    for device, on_kernels in (("cpu", False), ("meta", True)):
+        operation = ops.encoder(*arguments, torch.device(device), bits=4)
+        assert isinstance(operation, Stage) == on_kernels
 
 
 @BITS
@@ -414,9 +417,9 @@ def test_gpus_with_any_number_of_multiprocessors_compute_the_same_bits(bits, dev
     layout = BlockLayout(WHOLE, 128, 2)
     results, tables = [], []
     for number in (132, 1):
-        monkeypatch.setattr(quantize_plan, "num_multiprocessors", lambda _, number=number: number)
+        monkeypatch.setattr(kernels, "num_multiprocessors", lambda _, number=number: number)
         plans = plans_of(layout, torch.float32, device, bits=bits)
-        tables.append(len(QuantizedWork(layout, bits, 4, num_multiprocessors=number).shard_work))
+        tables.append(len(QuantizedWork(layout, bits, 4, num_multiprocessors=number).rows))
         outputs = [all_reduce(plans, random_grads(layout, torch.float32, device, seed)) for seed in range(2)]
         kept = [tensor for plan in plans for tensor in (plan.error, plan.mean)]
         results.append([*kept, *(output for step in outputs for output in step)])

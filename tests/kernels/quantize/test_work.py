@@ -20,6 +20,7 @@ SHAPES = [(3,), (7, 13), (5,), (4, 4), (1, 17), (40, 9), (33,), (2, 8), (64, 70)
 @pytest.fixture
 def small_copies(monkeypatch):
     monkeypatch.setattr(quantize_work, "COPY_BLOCK", 8)
+    monkeypatch.setattr(quantize_work, "AVERAGED", 8)
 
 
 @pytest.mark.usefixtures("small_copies")
@@ -29,7 +30,7 @@ def test_every_element_is_in_one_program(block_size, bits, world_size):
     layout = BlockLayout(SHAPES, block_size, world_size)
     work = QuantizedWork(layout, bits, 4)
     in_bucket, payload, blocks = Counter(), Counter(), Counter()
-    for row in work.bucket_work:
+    for row in work.rows:
         assert len(row) == WORK_FIELDS
         in_bucket.update(range(row[1], row[1] + row[2]))
         if row[0] == COPY:
@@ -54,12 +55,12 @@ def test_every_element_is_in_one_program(block_size, bits, world_size):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_shard_is_averaged_whole(world_size):
     layout = BlockLayout(SHAPES, 16, world_size)
-    work = QuantizedWork(layout, 4, 2)
-    blocks = [row[8] + i for row in work.shard_work if row[0] == BLOCKS for i in range(row[3])]
+    work = QuantizedWork(layout.piece(1), 4, 2, is_average=True)
+    blocks = [row[8] + i for row in work.rows if row[0] == BLOCKS for i in range(row[3])]
     assert blocks == list(range(layout.num_blocks))
-    assert sum(row[2] for row in work.shard_work if row[0] == COPY) == layout.exact_numel
+    assert sum(row[2] for row in work.rows if row[0] == COPY) == layout.exact_numel
     covered = Counter()
-    for row in work.shard_work:
+    for row in work.rows:
         ranges = [(row[3], 2 * row[2])] if row[0] == COPY else [(row[5], 8 * row[3]), (row[6], 2 * row[3])]
         for start, length in ranges:
             covered.update(range(start, start + length))
@@ -89,7 +90,7 @@ def test_positions_beyond_two_billion():
     work = QuantizedWork.__new__(QuantizedWork)
     work.layout, work.bits, work.code_bytes, work.payload_bytes = layout, 4, 64, 1 << 33
     work._scales_at, work._exact_at, work._exact_itemsize = layout.num_blocks * 64, 1 << 32, 4
-    (copy,) = work._copy_work()
+    (copy,) = work._copy_work(2048)
     assert copy[1:4] == (3_000_000_000, 5, 1 << 32)
 
 
@@ -99,17 +100,16 @@ def test_positions_beyond_two_billion():
 )
 def test_every_block_is_in_one_program_on_any_gpu(numels, world_size, num_multiprocessors):
     shapes = [*((numel, 1) for numel in numels), (5,), (300, 2)]
-    layout = BlockLayout(shapes * world_size, 128, world_size)
-    work = QuantizedWork(layout, 4, 4, num_multiprocessors=num_multiprocessors)
-    for rows, num_shards in ((work.bucket_work, world_size), (work.shard_work, 1)):
-        tiles = [(row[4], row[4] + row[3]) for row in rows if row[0] == BLOCKS]
+    layouts = [BlockLayout(shapes * num_shards, 128, num_shards) for num_shards in (1, world_size)]
+    for layout in (*layouts, layouts[1].piece(1)):
+        work = QuantizedWork(layout, 4, 4, num_multiprocessors=num_multiprocessors)
+        tiles = [(row[4], row[4] + row[3]) for row in work.rows if row[0] == BLOCKS]
         assert all(0 < stop - start <= work.tile_blocks for start, stop in tiles)
         assert [start for start, _ in tiles] == [0, *(stop for _, stop in tiles[:-1])]
-        assert tiles[-1][1] == num_shards * layout.num_blocks
-    spans = sorted((row[1], row[1] + row[2]) for row in work.sum_work)
-    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
-    assert spans[-1][1] == sum(numels) + 605
-    assert all(row[3] <= work.tile_blocks for row in work.sum_work if row[0] == BLOCKS)
+        assert tiles[-1][1] == layout.world_size * layout.num_blocks
+        spans = sorted((row[1], row[1] + row[2]) for row in work.rows)
+        assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+        assert spans[-1][1] == layout.numel
 
 
 def numels_of_rows(rows) -> list[int]:
@@ -126,15 +126,17 @@ RESIDENT = QuantizedWork(BlockLayout([], 128, 1), 8, 4).resident_programs
 def test_programs_end_together(kernel, world_size):
     @functools.cache
     def work_of(bucket, num_multiprocessors):
-        if kernel == "sum":  # of equal shards of every tensor
-            bucket = [
-                (math.prod(shape) // world_size, *(1 for _ in shape[1:])) for shape in bucket
-            ] * world_size
-        layout = BlockLayout(bucket, 128, world_size)
-        return QuantizedWork(layout, 8, 4, num_multiprocessors=num_multiprocessors)
+        if kernel == "sum":  # of a shard of every tensor
+            shapes = [(math.prod(shape) // world_size, *(1 for _ in shape[1:])) for shape in bucket]
+            layout = BlockLayout(shapes, 128, 1)
+        else:
+            layout = BlockLayout(bucket, 128, world_size)
+            layout = layout.piece(1) if kernel == "shard" else layout
+        options = {"num_multiprocessors": num_multiprocessors, "is_average": kernel == "shard"}
+        return QuantizedWork(layout, 8, 4, **options)
 
     def numels_of(bucket, num_multiprocessors):
-        return numels_of_rows(getattr(work_of(bucket, num_multiprocessors), f"{kernel}_work"))
+        return numels_of_rows(work_of(bucket, num_multiprocessors).rows)
 
     wastes = mean_wastes(numels_of, RESIDENT)
     assert max(wastes.values()) <= MAX_WASTE, wastes
@@ -143,7 +145,7 @@ def test_programs_end_together(kernel, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_many_small_tensors_leave_no_place_of_average_empty(world_size):
     """Average's programs don't end where tensors do."""
-    layout = BlockLayout([(64, 64), (64,)] * 300, 128, world_size)
+    layout = BlockLayout([(64, 64), (64,)] * 300, 128, world_size).piece(1)
     for num_multiprocessors in MULTIPROCESSORS:
-        work = QuantizedWork(layout, 8, 4, num_multiprocessors=num_multiprocessors)
-        assert waste(numels_of_rows(work.shard_work), RESIDENT * num_multiprocessors) < 1.35
+        work = QuantizedWork(layout, 8, 4, num_multiprocessors=num_multiprocessors, is_average=True)
+        assert waste(numels_of_rows(work.rows), RESIDENT * num_multiprocessors) < 1.35
