@@ -72,15 +72,19 @@ class QuantizedOptions:
             shapes = [(sum(map(math.prod, shapes)),)]
         return BlockLayout(shapes, self.block_size, world_size)
 
+    def sum_options(self) -> dict[str, Any]:
+        """Return the options of a bucket's form."""
+        kinds = {"uncompressed_dtype": self.uncompressed_dtype, "within_dtype": self.within_dtype}
+        if self.bits == 16:  # no blocks, so no codes
+            kinds["uncompressed_dtype"] = self.uncompressed_dtype or torch.bfloat16
+        return {**kinds, "bits": 8 if self.bits == 16 else self.bits, "error_feedback": self.error_feedback}
+
     def form(self, bucket: BucketSpec) -> FlatAllReduce | HierarchicalAllReduce | ReduceScatter:
         """Return a bucket's all-reduce or reduce-scatter."""
-        kinds = {"uncompressed_dtype": self.uncompressed_dtype, "within_dtype": self.within_dtype}
-        sums: dict[str, Any] = {**kinds, "bits": self.bits, "error_feedback": self.error_feedback}
-        if self.bits == 16:  # no blocks, so no codes
-            sums["bits"], sums["uncompressed_dtype"] = 8, self.uncompressed_dtype or torch.bfloat16
         if bucket.is_shard:
-            return ReduceScatter(self.layout, bucket, **sums)
-        return all_reduce_for(partial(self.layout, bucket.shapes), bucket.dtype, bucket, **sums)
+            return ReduceScatter(self.layout, bucket, **self.sum_options())
+        layout_for = partial(self.layout, bucket.shapes)
+        return all_reduce_for(layout_for, bucket.dtype, bucket, **self.sum_options())
 
 
 class QuantizedCompressor(Compressor):

@@ -196,9 +196,9 @@ def powerSGD_hook(  # noqa: N802
     State: per bucket, the error (as much device memory as the compressed gradients) and the factors.
     Source: Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2.
 
-    inf or NaN in a gradient gives inf or NaN on every rank. The matrix's error stays as it was (on CPUs zero in
-    that element), and the next step takes random directions for it. On CUDA a bucket takes five kernel
-    launches per step, eleven with int8 factors, and the host never waits for the device.
+    inf or NaN in a gradient gives inf or NaN on every rank. The matrix's error stays as it was (on CPUs
+    zero in that element), and the next step takes random directions for it. On CUDA a bucket takes five
+    kernel launches per step, eleven with int8 factors, and the host never waits for the device.
 
     To read the algorithm first, see `power_sgd` in docs/examples/simple.py: 33 lines of plain torch.
 
