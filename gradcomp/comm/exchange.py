@@ -94,7 +94,18 @@ def all_reduce(
     shards = list(wire.tensor_split(group.size()))
     # Sums of shards are received where this rank's own values of them are, but no rank sends its sum before
     # it has got these.
-    return _in_two_exchanges(wire, shards, Gather(shards, group), out, group)
+    gather = Gather(shards, group)
+
+    def in_two_exchanges() -> Works:
+        own = shards[group.rank()]
+        rows = _rows_beside(own, group)
+        yield _Messages(rows, group, kind=0).send(shards)
+        _sum(rows, own)
+        yield gather(own)
+        if out is not wire:
+            out.copy_(wire)
+
+    return in_two_exchanges()
 
 
 def _own_all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor) -> Works:
@@ -108,22 +119,6 @@ def _in_one_exchange(
 ) -> Works:
     yield gather(wire)
     _sum(rows, out)
-
-
-def _in_two_exchanges(
-    wire: torch.Tensor,
-    shards: Sequence[torch.Tensor],
-    gather: Gather,
-    out: torch.Tensor,
-    group: dist.ProcessGroup,
-) -> Works:
-    own = shards[group.rank()]
-    rows = _rows_beside(own, group)
-    yield _Messages(rows, group, kind=0).send(shards)
-    _sum(rows, own)
-    yield gather(own)
-    if out is not wire:
-        out.copy_(wire)
 
 
 class Gather:
@@ -339,11 +334,16 @@ def has_delay(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
 
 
 def _agreed_s(group: dist.ProcessGroup, timed: dist.ProcessGroup) -> float:
-    given = _largest(_given_s(), group)
+    text = os.environ.get(GIVEN)
+    try:
+        seconds = -1.0 if text is None else float(text) / 1e3
+    except ValueError:
+        seconds = math.nan
+    given = _largest(seconds if text is None or seconds >= 0 else math.inf, group)
     if not given < math.inf:
         raise ValueError(
             f"{GIVEN} must be a finite number of at least 0, but on a rank it is not; on this rank it is "
-            f"{described(os.environ.get(GIVEN))}"
+            f"{described(text)}"
         )
     if given >= 0:
         return given
@@ -354,18 +354,6 @@ def _agreed_s(group: dist.ProcessGroup, timed: dist.ProcessGroup) -> float:
         if shortest < MIN_DELAY_S:
             break
     return shortest
-
-
-def _given_s() -> float:
-    """Return the given round trip; -1 without one, inf for one that is none."""
-    text = os.environ.get(GIVEN)
-    if text is None:
-        return -1.0
-    try:
-        seconds = float(text) / 1e3
-    except ValueError:
-        return math.inf
-    return seconds if seconds >= 0 else math.inf
 
 
 def _measured_s(group: dist.ProcessGroup) -> float:

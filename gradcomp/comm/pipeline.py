@@ -123,20 +123,6 @@ class _Running:
     backward: int
     work: dist.Work | None = None
 
-    def advance(self) -> bool:
-        """Wait for the collective and run the next stage. Returns whether it was the last one.
-
-        The last stage completes the future. Raises the error of a stage, explained.
-        """
-        work, self.work = self.work, None
-        try:
-            with self.operation:
-                self.work = _next(self.stages, work)
-        except StopIteration as end:
-            self.future.set_result(end.value)
-            return True
-        return False
-
     def give_up(self, error: Exception) -> None:
         """Wait for the collective under way, which may still write to buffers. The future holds the error."""
         if self.work is not None:
@@ -180,7 +166,10 @@ class Pipeline:
         new = _Running(stages, operation, future, device, backward)
         self._unfinished.add(new)
         self._running = [*self._advance([new, *on_streams]), *on_host]
-        if bucket.is_last() or is_waited_for_at_once(bucket):
+        # In a static graph's first step torch's DDP calls all hooks in a callback of the engine, at the end
+        # of backward, and waits there for each bucket before it calls the next one's hook.
+        is_torchs = isinstance(bucket, dist.GradBucket)
+        if bucket.is_last() or (is_torchs and backward != -1 and not current_autograd_node()):
             self.finish()
         elif self._running and not earlier and backward != -1:
             # The last bucket may go to another hook. This runs before DDP waits for futures.
@@ -218,24 +207,30 @@ class Pipeline:
         """Run the next stage of each bucket, on side streams. Returns the buckets that have more stages."""
         found: list[_Running] = []
         for device, each in groupby(buckets, attrgetter("device")):
-            found += on_side_stream(device, partial(self._step, list(each)))
+            step = partial(self._step, list(each))
+            found += on_side_stream(device, step) if has_streams(device) else step()
         return found
 
     def _step(self, buckets: Sequence[_Running]) -> list[_Running]:
-        """Run the next stage of each bucket. Returns those that have more stages.
+        """Run the next stage of each bucket, the last of which completes its future. Returns the others.
 
-        After an error no bucket under way is averaged, and their futures hold the error.
+        After an error, which is explained, no bucket under way is averaged, and their futures hold the error.
         """
         left = []
         for bucket in buckets:
+            work, bucket.work = bucket.work, None
             try:
-                if bucket.advance():
-                    self._unfinished.discard(bucket)
-                else:
-                    left.append(bucket)
+                bucket.work = _next(bucket.stages, work)
+                left.append(bucket)
+            except StopIteration as end:
+                self._unfinished.discard(bucket)
+                bucket.future.set_result(end.value)
             except Exception as error:
-                self._give_up([*self._unfinished], error)
-                raise
+                explained = bucket.operation.explained(error)
+                self._give_up([*self._unfinished], explained)  # type: ignore[arg-type]
+                if explained is error:
+                    raise
+                raise explained from error
         return left
 
     def _give_up(self, buckets: Iterable[_Running], error: Exception) -> None:
@@ -266,13 +261,3 @@ def average_in_stages(
             _of_thread.pipeline = Pipeline()
         pipeline = _of_thread.pipeline
     return pipeline.add(bucket, stages, operation, is_first=bucket.index() == 0)
-
-
-def is_waited_for_at_once(bucket: dist.GradBucket) -> bool:
-    """Return whether torch waits for this bucket's average before it calls another bucket's hook.
-
-    True in a static graph's first step: torch's DDP calls all hooks at the end of backward, in a callback of
-    the autograd engine, and waits for their futures there. No later hook or callback could complete a future.
-    """
-    is_in_backward = current_graph_task_id() != -1
-    return isinstance(bucket, dist.GradBucket) and is_in_backward and not current_autograd_node()

@@ -182,7 +182,7 @@ class Explaining(NamedTuple):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and (explained := self.explained(error)) is not error:
+        if isinstance(error, RuntimeError) and (explained := self.explained(error)) is not error:
             raise explained from error
 
     def explained(self, error: BaseException) -> BaseException:

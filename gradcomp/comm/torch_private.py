@@ -54,9 +54,7 @@ current_graph_task_id: Callable[[], int] = function_of("_C._current_graph_task_i
 # The running node; None at the end of the outermost backward. It tells whether a backward is within another.
 current_autograd_node: Callable[[], Any] = function_of("_C._current_autograd_node")
 # Calls a function at the end of the running backward, where averages are waited for.
-queue_callback: Callable[[Callable[[], None]], None] = function_of(
-    "autograd.Variable._execution_engine.queue_callback"
-)
+queue_callback: Callable[..., None] = function_of("autograd.Variable._execution_engine.queue_callback")
 # A context in which buffers may change that an earlier forward keeps for its backward.
 preserve_version_counter: Callable[..., Any] = function_of("autograd._unsafe_preserve_version_counter")
 # Tensors in nested containers: outputs with find_unused_parameters, and states that ranks take over.
@@ -109,10 +107,9 @@ def check_wrapper(wrapper: Any) -> None:
 
 def is_in_compiled_backward() -> bool:
     """Return whether compiled autograd runs this backward. It would not tell the end."""
-    if (module := sys.modules.get("torch._dynamo.compiled_autograd")) is None:
-        return False
-    require_names(module, "in_compiled_autograd_region")
-    return bool(module.in_compiled_autograd_region)
+    module, name = sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region"
+    found: bool | None = False if module is None else getattr(module, name, None)
+    return _missing(name) if found is None else found
 
 
 def has_hooks_in_backward(param: torch.Tensor) -> bool:

@@ -280,15 +280,13 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
         yield "gradients are not waited for", problems(as_ddp, fp16, None)
     with planted(TracedWork, "wait", lambda self, timeout=None: True):
         yield "collectives are not waited for", problems(as_ddp, fp16, None)
-    advance = pipeline._Running.advance
+    complete = pipeline.PipelinedFuture.set_result
 
-    def completed_elsewhere(bucket: Any) -> bool:
-        is_over = advance(bucket)
-        if is_over:
-            bucket.future.clock = {}  # as if recorded on a stream that has nothing to do
-        return is_over
+    def completed_elsewhere(future: Any, result: Any) -> None:
+        complete(future, result)
+        future.clock = {}  # as if recorded on a stream that has nothing to do
 
-    with planted(pipeline._Running, "advance", completed_elsewhere):
+    with planted(pipeline.PipelinedFuture, "set_result", completed_elsewhere):
         yield "futures are completed on another stream", problems(as_ddp, fp16, None)
     shared = powersgd_plan.take_scratch(torch.device("cpu"), None)
     with planted(powersgd_plan, "take_scratch", lambda device, last: shared):
