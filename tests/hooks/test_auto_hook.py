@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gradcomp.compress import Recorder
 from gradcomp.compress.consolidation import average_errors
@@ -51,6 +52,11 @@ def step_of(state, rank, step, dtype=torch.float32):
     gradient = random_gradient(SHAPES, rank, step, dtype)
     averaged = auto_hook(state, Bucket(gradient.clone(), SHAPES)).wait()
     return gradient, averaged.clone()
+
+
+def take_steps(state, rank, steps):
+    for step in steps:
+        step_of(state, rank, step)
 
 
 def steps(rank, group, num_steps, options):
@@ -174,36 +180,28 @@ def test_pauses_and_unlike_steps_do_not_count():
 # --- other trials ---
 
 
-def test_slow_steps_begin_another_trial(caplog):
+@pytest.mark.simulated_ranks(2)
+def test_slow_steps_begin_another_trial(rank, caplog):
     """All steps become 10 times slower, the strong ones less: noticed within 100 steps."""
     caplog.set_level("INFO", "gradcomp")
-
-    def run(rank, group):
-        state = state_of(rank, group, ms={**MS, "bf16": 32})
-        for step in range(60):
-            step_of(state, rank, step)
-        first = state.choice
-        state._clock._now.ms = {name: 10 * each for name, each in MS.items()} | {"powersgd:8:int8": 50}
-        for step in range(60, 160):
-            step_of(state, rank, step)
-        noticed = state.choice is None
-        for step in range(160, 260):
-            step_of(state, rank, step)
-        return first, noticed, state.choice
-
-    assert run_ranks(run, 2) == [("bf16", True, "powersgd:8:int8")] * 2
+    state = state_of(rank, dist.group.WORLD, ms={**MS, "bf16": 32})
+    take_steps(state, rank, range(60))
+    first = state.choice
+    state._clock._now.ms = {name: 10 * each for name, each in MS.items()} | {"powersgd:8:int8": 50}
+    take_steps(state, rank, range(60, 160))
+    noticed = state.choice is None
+    take_steps(state, rank, range(160, 260))
+    assert (first, noticed, state.choice) == ("bf16", True, "powersgd:8:int8")
     assert "50 steps in a row were slow, so the trial is repeated" in caplog.text
 
 
-def test_a_few_slow_steps_do_not():
-    def run(rank, group):
-        state = state_of(rank, group)
-        for step in range(200):
-            state._clock._now.factor = 1 if step % 45 == 0 or step < 60 else 2
-            step_of(state, rank, step)
-        return state.choice
-
-    assert run_ranks(run, 2) == ["int4"] * 2
+@pytest.mark.simulated_ranks(2)
+def test_a_few_slow_steps_do_not(rank):
+    state = state_of(rank, dist.group.WORLD)
+    for step in range(200):
+        state._clock._now.factor = 1 if step % 45 == 0 or step < 60 else 2
+        step_of(state, rank, step)
+    assert state.choice == "int4"
 
 
 def test_another_trial_after_so_many_steps():
@@ -228,17 +226,13 @@ def test_another_trial_has_times_of_its_own():
         assert table["int4"] == pytest.approx(300)
 
 
-def test_other_candidates_begin_another_trial():
-    def run(rank, group):
-        state = state_of(rank, group)
-        for step in range(60):
-            step_of(state, rank, step)
-        state.candidates = ["none", "int8"]
-        for step in range(60, 100):
-            step_of(state, rank, step)
-        return state.choice, error_in(state).abs().max() > 0
-
-    assert run_ranks(run, 2) == [("int8", True)] * 2
+@pytest.mark.simulated_ranks(2)
+def test_other_candidates_begin_another_trial(rank):
+    state = state_of(rank, dist.group.WORLD)
+    take_steps(state, rank, range(60))
+    state.candidates = ["none", "int8"]
+    take_steps(state, rank, range(60, 100))
+    assert (state.choice, error_in(state).abs().max() > 0) == ("int8", True)
 
 
 # --- errors ---
@@ -301,20 +295,17 @@ def test_where_nothing_pays_steps_are_plain_once_the_errors_are_sent():
 # --- checkpoints ---
 
 
-def test_a_run_resumed_after_the_choice_goes_on_with_equal_bits():
-    def run(rank, group):
-        state, resumed = state_of(rank, group), state_of(rank, group)
-        for step in range(55):
-            step_of(state, rank, step)
-        resumed.load_state_dict(reload(state.state_dict()))
-        assert resumed.choice == state.choice
-        assert resumed.table == state.table
-        for step in range(55, 70):
-            averaged, again = (step_of(each, rank, step)[1] for each in (state, resumed))
-            assert torch.equal(averaged, again)
-        return resumed.choice
-
-    assert run_ranks(run, 2) == ["int4"] * 2
+@pytest.mark.simulated_ranks(2)
+def test_a_run_resumed_after_the_choice_goes_on_with_equal_bits(rank):
+    state, resumed = state_of(rank, dist.group.WORLD), state_of(rank, dist.group.WORLD)
+    take_steps(state, rank, range(55))
+    resumed.load_state_dict(reload(state.state_dict()))
+    assert resumed.choice == state.choice
+    assert resumed.table == state.table
+    for step in range(55, 70):
+        averaged, again = (step_of(each, rank, step)[1] for each in (state, resumed))
+        assert torch.equal(averaged, again)
+    assert resumed.choice == "int4"
 
 
 # (step of the load, round, whether it is in a second trial): before a trial, in its first step, in its first
@@ -329,8 +320,7 @@ def test_a_load_begins_the_round_again(at, round_number, is_another):
 
     def run(rank, group):
         state = state_of(rank, group, **options)
-        for step in range(at):
-            step_of(state, rank, step)
+        take_steps(state, rank, range(at))
         saved, used = reload(state.state_dict()), []
         state = state_of(rank, group, **options)
         state.load_state_dict(saved)
@@ -360,8 +350,7 @@ def test_ranks_that_stay_begin_the_round_again_with_those_that_load():
 
     def run(rank, group):
         state, used = state_of(rank, group), []
-        for step in range(9):
-            step_of(state, rank, step)
+        take_steps(state, rank, range(9))
         if rank == 1:
             saved = state.state_dict()
             state = state_of(rank, group)
@@ -441,16 +430,14 @@ def test_a_trial_ends_without_times(name, is_everywhere, caplog):
     AutoState().load_state_dict(saved)
 
 
-def test_a_clock_that_goes_back_once_costs_one_step():
-    def run(rank, group):
-        state = state_of(rank, group)
-        for step in range(70):
-            if step == 13:
-                state._clock._now.seconds -= 1e6
-            step_of(state, rank, step)
-        return state.choice, state.table[3]["ms"]
-
-    assert run_ranks(run, 2) == [("int4", pytest.approx(33.5))] * 2
+@pytest.mark.simulated_ranks(2)
+def test_a_clock_that_goes_back_once_costs_one_step(rank):
+    state = state_of(rank, dist.group.WORLD)
+    for step in range(70):
+        if step == 13:
+            state._clock._now.seconds -= 1e6
+        step_of(state, rank, step)
+    assert (state.choice, state.table[3]["ms"]) == ("int4", pytest.approx(33.5))
 
 
 def failing():
@@ -481,8 +468,7 @@ def test_a_clock_that_gives_no_seconds_is_refused_on_every_rank(clock, message):
 
 def saved_after(rank, group, num_steps):
     state = state_of(rank, group)
-    for step in range(num_steps):
-        step_of(state, rank, step)
+    take_steps(state, rank, range(num_steps))
     return state.state_dict()
 
 
@@ -535,8 +521,7 @@ def test_the_recorder_has_the_choice():
     def run(rank, group):
         state = state_of(rank, group)
         recorder = Recorder(state, every=20)
-        for step in range(60):
-            step_of(state, rank, step)
+        take_steps(state, rank, range(60))
         return recorder.choices, state.table
 
     (ours, table), theirs = run_ranks(run, 2)

@@ -7,14 +7,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
-import gradcomp
 from gradcomp.compress import consolidated_state_dict
 from gradcomp.frameworks import CommHook
 from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks import DDPCommHookType, register_ddp_comm_hook
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from tests.fsdp.models import RANKS, batch_of, new_grid, sharded, weights
+from tests.ranks import of_all_ranks
 from tests.reducer.models import run_cases
+from tests.training import Averaged, parameters_of, train
 
 CANDIDATES = ("none", "bf16", "int4", "powersgd:2:int8")
 OPTIONS = {"candidates": CANDIDATES, "start_iter": 2, "steps_per_turn": 3, "rounds": 2}
@@ -36,60 +37,43 @@ def loss_of(model, rank, step):
     return (model(x) - x[:, :3].sin()).square().mean()
 
 
-def in_torchs_ddp(model, state):
-    ddp = TorchsDDP(model, bucket_cap_mb=0.05)
-    ddp.register_comm_hook(state, auto_hook)
-    return ddp
-
-
-def in_our_wrapper(model, state):
-    ddp = gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.05)
-    ddp.register_comm_hook(state, auto_hook)
-    return ddp
-
-
-def by_comm_hook(model, state):
-    ddp = TorchsDDP(model, bucket_cap_mb=0.05)
-    CommHook(state, auto_hook).register(ddp)
-    return ddp
-
-
-def by_reducer(model, state):
-    model.reducer = gradcomp.Reducer(list(model.parameters()), bucket_cap_mb=0.05)
-    model.reducer.register_comm_hook(state, auto_hook)
+def averaged(way, state):
+    """Return the model, averaged in this way. CommHook registers on torch's DDP."""
+    hook = None if way == "CommHook" else auto_hook
+    model = Averaged(net(), "torch" if way == "CommHook" else way, hook, state, bucket_cap_mb=0.05)
+    if way == "CommHook":
+        CommHook(state, auto_hook).register(model.averager)
     return model
 
 
-WRAPPERS = {each.__name__: each for each in (in_torchs_ddp, in_our_wrapper, by_comm_hook, by_reducer)}
+WRAPPERS = ("torch", "gradcomp", "CommHook", "reducer")
 
 
-def train(rank, name):
-    """Train with two backwards per step where the wrapper has no_sync, and an evaluation now and then."""
+def train_with(rank, way):
+    """Train with two backwards per step where the way has no_sync, and an evaluation now and then."""
     state = AutoState(**OPTIONS)
-    model = WRAPPERS[name](net(), state)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        if hasattr(model, "no_sync"):
-            with model.no_sync():
-                loss_of(model, rank, 100 + step).backward()
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    model = averaged(way, state)
+
+    def loss(call, step):
+        if way != "reducer":
+            with call.no_sync():
+                loss_of(call, rank, 100 + step).backward()
+        return loss_of(call, rank, step)
+
+    def evaluate(step):
         if step % 7 == 0:
             with torch.no_grad():
                 loss_of(model, rank, 1000 + step)
+
+    losses = train(model, loss, range(STEPS), before_update=evaluate)
     saved = consolidated_state_dict(state)
-    parameters = [p.detach().clone() for p in model.parameters()]
-    return losses, parameters, state.choice, state.table, saved["trial"]["choice"]
+    return losses, parameters_of(model), state.choice, state.table, saved["trial"]["choice"]
 
 
 def test_replicas_stay_equal_and_choose_alike(run_ranks):
-    results = run_ranks(run_cases, 2, train, [(name,) for name in WRAPPERS])
+    results = run_ranks(run_cases, 2, train_with, [(name,) for name in WRAPPERS])
     for (losses, ours, choice, table, saved), other, name in zip(*results, WRAPPERS, strict=True):
-        assert all(map(torch.equal, ours, other[1])), name
+        assert torch.equal(ours, other[1]), name
         assert (choice, table, saved) == other[2:], name
         assert choice in CANDIDATES, name
         assert saved == choice, name
@@ -126,23 +110,17 @@ def test_all_shards_choose_alike(run_ranks):
         assert all(map(torch.equal, results[one][0], results[other][0]))
 
 
-def registered(rank):
+@pytest.mark.ranks(2)
+def test_by_type(rank):
     model = TorchsDDP(net())
     register_ddp_comm_hook(DDPCommHookType.AUTO, model, dist.group.WORLD)
     loss_of(model, rank, 0).backward()
-    return model.logger._get_ddp_logging_data().strs_map["comm_hook"]
+    assert of_all_ranks(model.logger._get_ddp_logging_data().strs_map["comm_hook"]) == ["auto_hook"] * 2
 
 
-def test_by_type(run_ranks):
-    assert run_ranks(registered, 2) == ["auto_hook"] * 2
-
-
-def with_another_list(rank):
+@pytest.mark.ranks(2)
+def test_unlike_lists(rank):
     model = TorchsDDP(net())
     model.register_comm_hook(AutoState(candidates=["none", ("int4", "int8")[rank]]), auto_hook)
     with pytest.raises(RuntimeError, match=r'candidates\[1\] is "int4" on rank 0 and "int8" on rank 1'):
         loss_of(model, rank, 0).backward()
-
-
-def test_unlike_lists(run_ranks):
-    run_ranks(with_another_list, 2)

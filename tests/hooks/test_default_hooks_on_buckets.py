@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import debugging_hooks, default_hooks
+from tests.ranks import of_all_ranks
 
 HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
@@ -23,11 +24,15 @@ class Bucket(GradBucket):
         self.set_buffer(buffer)
 
 
-def overlap(rank, hook_name, store_path):
+@pytest.mark.ranks(2, timeout_s=30)
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16", "bf16 around fp16"])
+def test_hooks_return_while_the_collective_is_under_way_on_a_cpu(rank, hook, tmp_path):
     """Let rank 1 join the collective only after rank 0's hook has returned. A blocking hook never returns.
 
     The buffer is the CPU's: gloo waits for CUDA tensors on the host.
     """
+    hook_name = hook
+    store_path = str(tmp_path / "store")
     store = dist.FileStore(store_path, 2)
     HOOKS[hook_name](None, Bucket(torch.zeros(1))).wait()  # the first one measures the delay
     buffer = torch.full((1000,), float(rank))
@@ -37,17 +42,13 @@ def overlap(rank, hook_name, store_path):
     done_early = future.done()
     if rank == 0:
         store.set("rank 0 is back from its hook", "yes")
-    return done_early, future.wait().unique().tolist()
-
-
-@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16", "bf16 around fp16"])
-def test_hooks_return_while_the_collective_is_under_way_on_a_cpu(run_ranks, hook, tmp_path):
-    (early, values), (_, others) = run_ranks(overlap, 2, hook, str(tmp_path / "store"), timeout_s=30)
+    (early, values), (_, others) = of_all_ranks((done_early, future.wait().unique().tolist()))
     assert not early
     assert values == others == [0.5]
 
 
-def call_with_bad_buckets(rank):
+@pytest.mark.simulated_ranks(2)
+def test_buckets_that_cannot_be_compressed_are_refused_on_every_rank(rank):
     messages = []
     for hook_name, buffer in [
         ("allreduce", torch.ones(4, dtype=torch.int64)),
@@ -59,20 +60,15 @@ def call_with_bad_buckets(rank):
         with pytest.raises(TypeError) as error:
             HOOKS[hook_name](None, Bucket(buffer))
         messages.append(str(error.value))
-    return messages
-
-
-def test_buckets_that_cannot_be_compressed_are_refused_on_every_rank(run_ranks):
-    for messages in run_ranks(call_with_bad_buckets, 2):
-        assert messages == [
-            "allreduce_hook averages floating-point buckets, got torch.int64",
-            "fp16_compress_hook compresses floating-point buckets, got torch.int32",
-            "bf16_compress_hook compresses floating-point buckets, got torch.complex64",
-            "bf16_compress_wrapper compresses floating-point buckets, got torch.int8",
-            "fp16_compress_hook compresses dense buckets, got torch.sparse_coo. Likely cause: "
-            "nn.Embedding(sparse=True), for which torch's DDP makes a sparse bucket; gradcomp's averages it "
-            "apart from the hook",
-        ]
+    assert messages == [
+        "allreduce_hook averages floating-point buckets, got torch.int64",
+        "fp16_compress_hook compresses floating-point buckets, got torch.int32",
+        "bf16_compress_hook compresses floating-point buckets, got torch.complex64",
+        "bf16_compress_wrapper compresses floating-point buckets, got torch.int8",
+        "fp16_compress_hook compresses dense buckets, got torch.sparse_coo. Likely cause: "
+        "nn.Embedding(sparse=True), for which torch's DDP makes a sparse bucket; gradcomp's averages it "
+        "apart from the hook",
+    ]
 
 
 class WithoutBf16(dist.ProcessGroup):
@@ -85,24 +81,22 @@ class WithoutBf16(dist.ProcessGroup):
         raise RuntimeError("Invalid scalar type")
 
 
-def train_without_bf16(rank):
+@pytest.mark.ranks(2)
+def test_a_backend_without_bf16_is_named(rank):
     dist.Backend.register_backend("nobf16", lambda store, rank, size, timeout: WithoutBf16(rank, size))
     group = dist.new_group(backend="nobf16")
     bucket = Bucket(torch.ones(4))
     with pytest.raises(RuntimeError) as error:
         default_hooks.bf16_compress_hook(group, bucket)
-    return str(error.value)
+    message = str(error.value)
+    assert message.startswith(
+        "backend 'cpu:nobf16,cuda:nobf16' did not all-reduce a torch.bfloat16 tensor on cpu: Invalid"
+    )
+    assert message.endswith("register a hook that sends another dtype")
 
 
-def test_a_backend_without_bf16_is_named(run_ranks):
-    for message in run_ranks(train_without_bf16, 2):
-        assert message.startswith(
-            "backend 'cpu:nobf16,cuda:nobf16' did not all-reduce a torch.bfloat16 tensor on cpu: Invalid"
-        )
-        assert message.endswith("register a hook that sends another dtype")
-
-
-def wrap_faulty_hooks(rank):
+@pytest.mark.simulated_ranks(1)
+def test_a_wrapper_puts_the_bucket_back(rank):
     def raising(state, bucket):
         raise ValueError("inside the hook")
 
@@ -117,11 +111,7 @@ def wrap_faulty_hooks(rank):
     bucket = Bucket(buffer)
     result = default_hooks.fp16_compress_wrapper(debugging_hooks.noop_hook)(None, bucket).wait()
     outcomes.append((result.tolist(), bucket.buffer() is buffer))
-    return outcomes
-
-
-def test_a_wrapper_puts_the_bucket_back(run_ranks):
-    inside, (message, is_back), result = run_ranks(wrap_faulty_hooks, 1)[0]
+    inside, (message, is_back), result = of_all_ranks(outcomes)[0]
     assert (inside, result) == (("inside the hook", True), ([1.0] * 4, True))
     assert is_back
     assert "lambda> returned int, but must return a torch.futures.Future" in message

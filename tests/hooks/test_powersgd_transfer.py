@@ -12,9 +12,11 @@ from gradcomp.hooks import powerSGD_hook
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import FEW_SHAPES, OTHER_SHAPES, START, Messages, equal, new_state, reload
 from tests.hooks.test_default_hooks import Net
-from tests.hooks.test_powersgd_resume import continue_training, make_trainer, parameters_of
+from tests.hooks.test_powersgd_resume import continue_training, make_trainer
 from tests.kept import error_in
+from tests.ranks import of_all_ranks
 from tests.tolerances import MEAN_ERROR, ONE_STEP
+from tests.training import parameters_of
 
 NO_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 
@@ -82,7 +84,8 @@ def test_one_file_for_another_world_size(run_ranks, before, after):
     assert relative(outputs + owed, gradients) <= ONE_STEP
 
 
-def consolidate_float64(rank):
+@pytest.mark.ranks(2)
+def test_consolidating_leaves_the_state_and_compares_the_ranks(rank):
     """Consolidate a loaded float64 state_dict: the caller's tensors must not be summed in place."""
     state = new_state()
     for step in range(START + 1):
@@ -98,11 +101,7 @@ def consolidate_float64(rank):
         RuntimeError, match="PowerSGD's state differs between the ranks: step is 0 on rank 0 and 1"
     ):
         powerSGD_hook.consolidated_state_dict(late)
-    return equal(saved, kept), error_in(merged), error_in(saved)
-
-
-def test_consolidating_leaves_the_state_and_compares_the_ranks(run_ranks):
-    ranks = run_ranks(consolidate_float64, 2)
+    ranks = of_all_ranks((equal(saved, kept), error_in(merged), error_in(saved)))
     for unchanged, mean, _ in ranks:
         assert unchanged
         assert torch.equal(mean, (ranks[0][2] + ranks[1][2]) / 2)

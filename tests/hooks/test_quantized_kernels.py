@@ -12,6 +12,7 @@ from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import equal, reload
 from tests.hooks.test_quantization_hook import LOSS, SHAPES
 from tests.kept import error_in
+from tests.ranks import of_all_ranks
 from tests.tolerances import QUANTIZED_IDENTITY
 
 BITS = pytest.mark.parametrize("bits", [4, 8])
@@ -25,8 +26,10 @@ def take_step(state, rank, step, poison=0.0):
     return gradient, quantization_hook(state, bucket).wait().cpu(), bucket
 
 
-def steps_on_kernels(rank, bits):
-    """Take three steps; return their inputs and outputs, the last error, and whether kernels ran."""
+@pytest.mark.ranks(2, interpret=True)
+@BITS
+def test_steps_on_kernels(rank, bits):
+    """Take three steps."""
     state, results = QuantizationState(bits=bits, block_size=16), []
     for step in range(3):
         gradient, output, bucket = take_step(state, rank, step)
@@ -34,12 +37,7 @@ def steps_on_kernels(rank, bits):
         (known,) = state._states._buckets
         del bucket  # the state then takes the next buckets for a new model's
     error = error_in(state).cpu()
-    return results, error, isinstance(known.compressor._sum.operations[0], Stage)
-
-
-@BITS
-def test_steps_on_kernels(run_ranks, bits):
-    ranks = run_ranks(steps_on_kernels, 2, bits, interpret=True)
+    ranks = of_all_ranks((results, error, isinstance(known.compressor._sum.operations[0], Stage)))
     assert [is_on_kernels for _, _, is_on_kernels in ranks] == [True, True]
     inputs = torch.stack([torch.stack([step[0] for step in steps]) for steps, _, _ in ranks]).double().mean(0)
     outputs = torch.stack([step[1] for step in ranks[0][0]]).double()
@@ -50,8 +48,8 @@ def test_steps_on_kernels(run_ranks, bits):
     assert relative(outputs.sum(0) + error, inputs.sum(0)) < QUANTIZED_IDENTITY[torch.float32]
 
 
-def broken_off(rank):
-    """Return the last outputs of a whole run, and of runs resumed after two steps from either file."""
+@pytest.mark.ranks(2, interpret=True)
+def test_a_resumed_run_has_the_same_bits(rank):
     whole, first, second = (QuantizationState(block_size=16) for _ in range(3))
     expected = [take_step(whole, rank, step)[1] for step in range(4)]
     for step in range(2):
@@ -59,21 +57,19 @@ def broken_off(rank):
     # On the CPU, as the next run may have another GPU.
     second.load_state_dict(reload(first.state_dict(), map_location="cpu"))
     resumed = (second, reload(first))
-    return expected[2:], [[take_step(each, rank, step)[1] for step in range(2, 4)] for each in resumed]
+    expected, resumed = (
+        expected[2:],
+        [[take_step(each, rank, step)[1] for step in range(2, 4)] for each in resumed],
+    )
+    assert equal(resumed, [expected, expected])
 
 
-def test_a_resumed_run_has_the_same_bits(run_ranks):
-    for expected, resumed in run_ranks(broken_off, 2, interpret=True):
-        assert equal(resumed, [expected, expected])
-
-
-def one_bad_step(rank):
+@pytest.mark.ranks(2, interpret=True)
+def test_one_step_that_is_not_finite(rank):
     state = QuantizationState(block_size=16)
-    return [take_step(state, rank, step, math.nan if step == rank == 1 else 0.0)[1] for step in range(4)]
-
-
-def test_one_step_that_is_not_finite(run_ranks):
-    first, second = run_ranks(one_bad_step, 2, interpret=True)
+    first, second = of_all_ranks(
+        [take_step(state, rank, step, math.nan if step == rank == 1 else 0.0)[1] for step in range(4)]
+    )
     for outputs in (first, second):
         assert [bool(output.isfinite().all()) for output in outputs] == [True, False, True, True]
     assert equal(first[2:], second[2:])

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradcomp
 from gradcomp.reducer import RepeatedBroadcast, broadcast, broadcast_coalesced
+from tests.ranks import of_all_ranks
 from tests.reducer.models import on_device, run_cases
 
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex128, torch.bfloat16, torch.uint8)
@@ -98,7 +99,8 @@ class ManyBuffers(nn.Module):
         return self.weight * x
 
 
-def operators_per_forward(rank):
+@pytest.mark.ranks(2)
+def test_buffers_take_a_few_operators_per_forward(rank):
     model = ManyBuffers()
     ddp = gradcomp.DistributedDataParallel(model)
     ddp(torch.ones(3))
@@ -113,11 +115,9 @@ def operators_per_forward(rank):
         each._version for each in model.buffers()
     ] == versions  # an earlier forward may need them in backward
     other = copy.deepcopy(ddp)
-    return seen.names, list(model.buffers()), len(list(other.buffers()))
-
-
-def test_buffers_take_a_few_operators_per_forward(run_ranks):
-    for rank, (names, buffers, copied) in enumerate(run_ranks(operators_per_forward, 2)):
+    for rank, (names, buffers, copied) in enumerate(
+        of_all_ranks((seen.names, list(model.buffers()), len(list(other.buffers()))))
+    ):
         names = [name for name in names if not name.startswith("_record_function")]  # a profiler's label
         assert sorted(names) == sorted(
             ["mul.Tensor", "broadcast_.default", *["_foreach_copy_.default"] * 2]

@@ -8,6 +8,7 @@ import torch
 
 from gradcomp.reducer import Reducer
 from gradcomp.reducer import step as module_of_used_map
+from tests.ranks import of_all_ranks
 from tests.reducer.models import (
     MLP,
     STATIC,
@@ -121,7 +122,8 @@ def test_late_gradients(run_group):
             assert (averages[0] - own.mean(0)).abs().max() <= bound
 
 
-def close_and_forget(rank):
+@pytest.mark.ranks(2)
+def test_close_and_construct_again(rank):
     torch.manual_seed(0)
     model = MLP()
     reducer = make_reducer(model)
@@ -138,22 +140,17 @@ def close_and_forget(rank):
     model.zero_grad()
     loss_of(model(x)).backward()
     del again
-    return averaged, local, model[0].weight.grad, gone() is None
-
-
-def test_close_and_construct_again(run_ranks):
-    first, second = run_ranks(close_and_forget, 2)
+    first, second = of_all_ranks((averaged, local, model[0].weight.grad, gone() is None))
     assert torch.equal(first[0], second[0])
     assert not torch.equal(first[1], second[1])
     assert torch.equal(first[2], first[0])
     assert first[3]
 
 
-def ask_once(rank, options):
-    """Train a static graph that differs between ranks.
-
-    Return each step's gradients, and how often the ranks have exchanged their used parameters.
-    """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options", [{}, VIEW], ids=str)
+def test_a_static_graph_asks_once_which_parameters_no_rank_uses(rank, options):
+    """Train a static graph that differs between ranks."""
     asked, results = [], []
     used_map = module_of_used_map.UsedMap
     module_of_used_map.UsedMap = lambda *arguments: asked.append(arguments) or used_map(*arguments)
@@ -173,12 +170,7 @@ def ask_once(rank, options):
             )
         )
     kept.close()
-    return results
-
-
-@pytest.mark.parametrize("options", [{}, VIEW], ids=str)
-def test_a_static_graph_asks_once_which_parameters_no_rank_uses(run_ranks, options):
-    first, second = run_ranks(ask_once, 2, options)
+    first, second = of_all_ranks(results)
     unused_by_all = [name.startswith(("branches.2", "never")) for name, _ in Branches().named_parameters()]
     for (ours, asked), (theirs, _) in zip(first, second, strict=True):
         assert asked == 1
@@ -187,25 +179,20 @@ def test_a_static_graph_asks_once_which_parameters_no_rank_uses(run_ranks, optio
             assert our is None or (torch.equal(our, their) and torch.equal(our, expected))
 
 
-def sums_that_overflow(rank):
+@pytest.mark.ranks(2)
+def test_the_division_comes_first(rank):
     """Average gradients whose mean fits float16 while their sum does not."""
     param = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
     reducer = Reducer([param])
     (param * 40000.0).sum().backward()
     reducer.close()
-    return param.grad
+    gradient = param.grad
+    assert gradient.tolist() == [40000.0] * 3
 
 
-def test_the_division_comes_first(run_ranks):
-    for gradient in run_ranks(sums_that_overflow, 2):
-        assert gradient.tolist() == [40000.0] * 3
-
-
-def leave_gradients_alone(rank):
-    """In the second of two steps, leave branch 0 unused on all ranks.
-
-    Return, per option, branch 0's gradients after both steps, and branch 1's gradient.
-    """
+@pytest.mark.ranks(2)
+def test_gradients_that_no_rank_uses_stay_exactly_as_they_were(rank):
+    """In the second of two steps, leave branch 0 unused on all ranks."""
     results = []
     for options in ({}, VIEW):
         torch.manual_seed(0)
@@ -220,18 +207,15 @@ def leave_gradients_alone(rank):
                 model.branches[0].weight.grad.add_(1e-6)
                 before = model.branches[0].weight.grad.clone()
         results.append((before, model.branches[0].weight.grad, model.branches[1].weight.grad))
-    return results
-
-
-def test_gradients_that_no_rank_uses_stay_exactly_as_they_were(run_ranks):
-    first, second = run_ranks(leave_gradients_alone, 2)
+    first, second = of_all_ranks(results)
     for results in (first, second):
         for before, after, _ in results:
             assert torch.equal(before, after)
     assert all(torch.equal(one[2], other[2]) for one, other in zip(first, second, strict=True))
 
 
-def without_input(rank):
+@pytest.mark.ranks(1)
+def test_a_rank_without_input_keeps_its_gradients_when_a_hook_raises(rank):
     """Call join_with_zeros with a hook that raises."""
     model = MLP()
     reducer = make_reducer(model)
@@ -244,8 +228,4 @@ def without_input(rank):
     reducer.register_comm_hook(None, hook)
     with pytest.raises(ZeroDivisionError):
         reducer.join_with_zeros()
-    return all(param.grad is gradient for param, gradient in zip(model.parameters(), before, strict=True))
-
-
-def test_a_rank_without_input_keeps_its_gradients_when_a_hook_raises(run_ranks):
-    assert run_ranks(without_input, 1) == [True]
+    assert all(param.grad is gradient for param, gradient in zip(model.parameters(), before, strict=True))
