@@ -18,6 +18,7 @@ from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, counted_sums, 
 from tests.kept import error_in
 from tests.programs import ROOT
 from tests.ranks import RankError
+from tests.reducer.models import run_cases
 from tests.tolerances import ONE_STEP, WANDERED, average
 
 MATRICES = compressed(FEW_SHAPES, 2)
@@ -141,15 +142,16 @@ def test_two_collectives_per_bucket(run_ranks):
         assert counted == [uncompressed, p, q]
 
 
-@pytest.mark.parametrize("factor_rank", [1, 4, 32])
-@pytest.mark.parametrize("num_matrices", [1, 8, 60])
-def test_two_collectives_whatever_the_bucket(run_ranks, num_matrices, factor_rank):
-    shapes = [(160, 150)] * num_matrices + [(11,)]
-    for hook in ("powerSGD_hook", "batched_powerSGD_hook"):
-        (counted,) = run_ranks(count_collectives, 1, "gradcomp", hook, shapes, factor_rank)
-        assert len(counted) == 2
-    (alone,) = run_ranks(count_collectives, 1, "gradcomp", "powerSGD_hook", [(11,), (3, 3)], factor_rank)
-    assert alone == [20]
+def test_two_collectives_whatever_the_bucket(run_ranks):
+    cases = [
+        ("gradcomp", hook, [(160, 150)] * num_matrices + [(11,)], factor_rank)
+        for hook in ("powerSGD_hook", "batched_powerSGD_hook")
+        for num_matrices in (1, 8, 60)
+        for factor_rank in (1, 4, 32)
+    ]
+    (counted,) = run_ranks(run_cases, 1, count_collectives, cases)
+    assert [len(each) for each in counted] == [2] * len(cases)
+    assert run_ranks(count_collectives, 1, "gradcomp", "powerSGD_hook", [(11,), (3, 3)], 4) == [[20]]
 
 
 # Error feedback for tensors that are not compressed.

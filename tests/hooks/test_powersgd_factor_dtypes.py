@@ -210,17 +210,6 @@ def test_bad_options_are_named(options, message):
         new_state(**options)
 
 
-def other_dtypes(rank, group):
-    state = make_state(group, factor_dtype=torch.int8 if rank else torch.bfloat16)
-    for step in range(START + 1):
-        powerSGD_hook(state, Bucket(random_gradient(SHAPES, rank, step), SHAPES)).wait()
-
-
-def test_ranks_that_disagree_are_told():
-    with pytest.raises(Exception, match="factor_dtype"):
-        run_ranks(other_dtypes, 2)
-
-
 def averages_beside(rank, group, scale):
     """Return a weight's averages of four steps, beside another matrix with gradients of this scale."""
     options = {"matrix_approximation_rank": 4, "factor_dtype": torch.int8, "process_group": group}

@@ -13,9 +13,10 @@ from tests.depth import everyday
 from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import Bucket, compressed, powersgd_step, random_gradient, relative
 from tests.hooks.powersgd_runs import FEW_SHAPES, HOOKS, START, equal, new_state, reload
-from tests.hooks.test_default_hooks import flat_grads
 from tests.kept import directions_in, error_in
+from tests.ranks import of_all_ranks
 from tests.tolerances import ONE_STEP
+from tests.training import drawn, gradients_of, train
 
 
 def memory_of(state):
@@ -23,8 +24,9 @@ def memory_of(state):
     return error_in(state).cpu(), [direction.cpu() for direction in directions_in(state)]
 
 
-def steps_on_kernels(rank, num_steps):
-    """Return (gradient, output, memory) after every compressed step, and whether kernels computed it."""
+@pytest.mark.ranks(2, interpret=True)
+def test_steps_as_the_oracles(rank):
+    num_steps = 3
     state, results = new_state(), []
     for step in range(START + num_steps):
         gradient = random_gradient(FEW_SHAPES, rank, step)
@@ -33,11 +35,7 @@ def steps_on_kernels(rank, num_steps):
         if step >= START:
             results.append((gradient, output.cpu(), memory_of(state)))
     (known,) = state._states._buckets
-    return results, isinstance(known.compressor.plan, powersgd_plan.PowerSGDPlan)
-
-
-def test_steps_as_the_oracles(run_ranks):
-    ranks = run_ranks(steps_on_kernels, 2, 3, interpret=True)
+    ranks = of_all_ranks((results, isinstance(known.compressor.plan, powersgd_plan.PowerSGDPlan)))
     assert [is_on_kernels for _, is_on_kernels in ranks] == [True, True]
     order = compressed(FEW_SHAPES, 2)
     for step in range(1, 3):
@@ -51,7 +49,10 @@ def test_steps_as_the_oracles(run_ranks):
             assert relative(results[step][2][0], error) <= ONE_STEP
 
 
-def train_on_kernels(rank, hook, steps):
+@pytest.mark.ranks(2, interpret=True)
+@pytest.mark.parametrize("hook", everyday(["bf16 around batched"], ["powerSGD", "bf16 around batched"]))
+def test_replicas_stay_equal(rank, hook):
+    steps = START + 3
     torch.manual_seed(0)
     layers = [nn.Linear(40, 40) for _ in range(5)]
     model = DistributedDataParallel(nn.Sequential(*layers).to(device_of_rank()), bucket_cap_mb=0.006)
@@ -62,44 +63,35 @@ def train_on_kernels(rank, hook, steps):
         return HOOKS[hook](state, bucket)
 
     model.register_comm_hook(state, recorded)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        optimizer.zero_grad()
-        x = torch.randn(3, 40, generator=torch.Generator().manual_seed(100 * rank + step))
-        model(x.to(device_of_rank())).square().mean().backward()
-        grads.append(flat_grads(model))
-        optimizer.step()
-    return grads, max(indices) + 1
 
+    def loss(model, step):
+        return model(drawn(3, 40, rank=rank, step=step).to(device_of_rank())).square().mean()
 
-@pytest.mark.parametrize("hook", everyday(["bf16 around batched"], ["powerSGD", "bf16 around batched"]))
-def test_replicas_stay_equal(run_ranks, hook):
-    first, second = run_ranks(train_on_kernels, 2, hook, START + 3, interpret=True)
+    train(model, loss, range(steps), 0.05, before_update=lambda step: grads.append(gradients_of(model)))
+    first, second = of_all_ranks((grads, max(indices) + 1))
     assert first[1] >= 5
     assert equal(first, second)
     assert all(grads.isfinite().all() and grads.any() for grads in first[0])
 
 
-def one_bad_step(rank):
+@pytest.mark.ranks(2, interpret=True)
+def test_one_step_that_is_not_finite(rank):
     state, outputs = new_state(), []
     for step in range(START + 4):
         gradient = random_gradient(FEW_SHAPES, rank, step).to(device_of_rank())
         if step == START + 1 and rank == 1:
             gradient[5] = math.inf
         outputs.append(powerSGD_hook.powerSGD_hook(state, Bucket(gradient, FEW_SHAPES)).wait().cpu())
-    return outputs[START:]
-
-
-def test_one_step_that_is_not_finite(run_ranks):
-    first, second = run_ranks(one_bad_step, 2, interpret=True)
+    first, second = of_all_ranks(outputs[START:])
     for outputs in (first, second):
         finite = [bool(output.isfinite().all()) for output in outputs]
         assert finite == [True, False, True, True]
     assert equal(first[2:], second[2:])
 
 
-def save_and_load(rank):
-    """Save and load the kernels' state, and take a step with both; return both outputs and errors."""
+@pytest.mark.ranks(1, interpret=True)
+def test_a_checkpoint_continues(rank):
+    """Save and load the kernels' state, and take a step with both."""
     state = new_state()
     for step in range(START + 2):
         bucket = Bucket(random_gradient(FEW_SHAPES, rank, step).to(device_of_rank()), FEW_SHAPES)
@@ -112,10 +104,6 @@ def save_and_load(rank):
         powerSGD_hook.powerSGD_hook(each, bucket).wait().cpu()
         for each, bucket in zip((state, loaded), buckets, strict=True)
     ]
-    return outputs, [memory_of(each)[0] for each in (state, loaded)]
-
-
-def test_a_checkpoint_continues(run_ranks):
-    for outputs, errors in run_ranks(save_and_load, 1, interpret=True):
-        assert relative(*outputs) <= ONE_STEP
-        assert relative(*errors) <= ONE_STEP
+    errors = [memory_of(each)[0] for each in (state, loaded)]
+    assert relative(*outputs) <= ONE_STEP
+    assert relative(*errors) <= ONE_STEP

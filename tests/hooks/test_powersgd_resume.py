@@ -27,7 +27,9 @@ from tests.hooks.powersgd_runs import (
 )
 from tests.hooks.test_default_hooks import Net, backward
 from tests.kept import error_in
+from tests.ranks import of_all_ranks
 from tests.reducer.models import run_cases
+from tests.training import parameters_of
 
 
 class Alike(nn.Sequential):
@@ -57,10 +59,6 @@ def continue_training(rank, model, optimizer, steps):
         optimizer.zero_grad(set_to_none=True)
         backward(model, rank, step)
         optimizer.step()
-
-
-def parameters_of(model):
-    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
 
 
 def interrupt(rank, hook, options, warm_up, net=Net, after=6, wrapper=DistributedDataParallel):
@@ -182,11 +180,9 @@ def test_directions_belong_to_names(run_ranks, hook, options, first, interpret):
         assert torch.allclose(found, expected, atol=1e-5)
 
 
-def change_layouts(rank):
-    """Change the layout of the first of two buckets.
-
-    Returns (log lines, a fresh state's log lines, [(gradient, output)] after the change, both errors).
-    """
+@pytest.mark.ranks(2)
+def test_a_changed_layout_starts_that_bucket_afresh(rank):
+    """Change the layout of the first of two buckets."""
     state, fresh = new_state(), new_state()
     plan = {
         state: [(START + 2, FEW_SHAPES, FEW_SHAPES), (3, OTHER_SHAPES, FEW_SHAPES)],
@@ -204,36 +200,14 @@ def change_layouts(rank):
                         if phase == 1 and index == 0:
                             outputs.setdefault(each, []).append((gradient.clone(), output))
         said[each] = [line for line in lines if "layout" in line]
-    return said[state], said[fresh], outputs[state], error_in(state)
-
-
-def test_a_changed_layout_starts_that_bucket_afresh(run_ranks):
-    ranks = run_ranks(change_layouts, 2)
+    ranks = of_all_ranks((said[state], said[fresh], outputs[state], error_in(state)))
     for said, not_said, outputs, error in ranks:
         assert said == not_said == []
         assert all(output.isfinite().all() for _, output in outputs)
         assert error.any()
 
 
-def load_another_layout(rank, is_named):
-    """Load a checkpoint of another layout; return (log lines, outputs, this rank's error)."""
-
-    def average(state, shapes, steps):
-        parameters = [torch.zeros(shape) for shape in shapes]
-        if is_named:
-            state.number_parameters((f"parameter {i}", each) for i, each in enumerate(parameters))
-        buffers = [random_gradient(shapes, rank, step) for step in steps]
-        buckets = [GradBucket(0, buffer, parameters, is_last=True) for buffer in buffers]
-        return [powerSGD_hook.powerSGD_hook(state, bucket).wait() for bucket in buckets]
-
-    state, other = new_state(), new_state()
-    average(state, FEW_SHAPES, range(START + 2))
-    other.load_state_dict(state.state_dict())
-    with Messages() as said:
-        outputs = average(other, OTHER_SHAPES, [50, 51])
-    return said, outputs, error_in(other)
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("is_named", "messages"),
     [
@@ -250,11 +224,26 @@ def load_another_layout(rank, is_named):
         ),
     ],
 )
-def test_a_checkpoint_of_another_layout_starts_afresh(run_ranks, is_named, messages):
-    for said, outputs, error in run_ranks(load_another_layout, 2, is_named):
-        assert all(message in line for message, line in zip(messages, said, strict=True)), said
-        assert all(output.any() and output.isfinite().all() for output in outputs)
-        assert error.numel() > outputs[0].numel(), "the errors without a parameter wait"
+def test_a_checkpoint_of_another_layout_starts_afresh(rank, is_named, messages):
+    """Load a checkpoint of another layout."""
+
+    def average(state, shapes, steps):
+        parameters = [torch.zeros(shape) for shape in shapes]
+        if is_named:
+            state.number_parameters((f"parameter {i}", each) for i, each in enumerate(parameters))
+        buffers = [random_gradient(shapes, rank, step) for step in steps]
+        buckets = [GradBucket(0, buffer, parameters, is_last=True) for buffer in buffers]
+        return [powerSGD_hook.powerSGD_hook(state, bucket).wait() for bucket in buckets]
+
+    state, other = new_state(), new_state()
+    average(state, FEW_SHAPES, range(START + 2))
+    other.load_state_dict(state.state_dict())
+    with Messages() as said:
+        outputs = average(other, OTHER_SHAPES, [50, 51])
+    error = error_in(other)
+    assert all(message in line for message, line in zip(messages, said, strict=True)), said
+    assert all(output.any() and output.isfinite().all() for output in outputs)
+    assert error.numel() > outputs[0].numel(), "the errors without a parameter wait"
 
 
 def resume_with_larger_buckets(rank, hook):
@@ -297,17 +286,14 @@ def test_resuming_the_batched_hook_with_larger_buckets(run_ranks):
         assert found.isfinite().all()
 
 
-def change_rank(rank):
-    """Raise the rank between steps, so that the factors no longer fit; return log and output's rank."""
+@pytest.mark.simulated_ranks(1)
+def test_a_changed_rank_has_new_directions(rank):
+    """Raise the rank between steps, so that the factors no longer fit."""
     state = new_state()
     run_steps(state, rank, range(START + 2))
     state.matrix_approximation_rank = 4
     with Messages() as said:
         (output,) = run_steps(state, rank, [50])
-    return list(said), torch.linalg.matrix_rank(output[: 64 * 48].view(64, 48))
-
-
-def test_a_changed_rank_has_new_directions(run_ranks):
-    for said, found in run_ranks(change_rank, 1):
-        assert not any("zero" in line for line in said)
-        assert found == 4
+    said, found = list(said), torch.linalg.matrix_rank(output[: 64 * 48].view(64, 48))
+    assert not any("zero" in line for line in said)
+    assert found == 4

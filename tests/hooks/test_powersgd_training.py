@@ -4,7 +4,6 @@ import hashlib
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import powerSGD_hook
@@ -12,8 +11,11 @@ from tests.depth import everyday, mixed
 from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.powersgd_runs import HOOKS, START
-from tests.hooks.test_default_hooks import Net, backward, flat_grads
+from tests.hooks.test_default_hooks import Net, loss_of
+from tests.ranks import of_all_ranks, simulate
 from tests.reducer.models import run_cases
+from tests.training import Layers, gradients_of, parameters_of
+from tests.training import train as train_on
 
 
 def digest(tensor):
@@ -38,16 +40,17 @@ def train(rank, hook_name, options, state_options, steps, dtype=torch.float32, l
 
     if hook is not None:
         model.register_comm_hook(state, recorded)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
-    digests, losses = [], []
-    for step in range(steps):
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(backward(model, rank, step % 4, dtype).item())
-        gradients = flat_grads(model)
+    optimizer, digests = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5), []
+
+    def note(step):
+        gradients = gradients_of(model)
         digests.append((digest(gradients), bool(gradients.isfinite().all())))
-        optimizer.step()
-    parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return digests, digest(parameters), losses, order
+
+    def loss(model, step):
+        return loss_of(model, rank, step % 4, dtype)
+
+    losses = train_on(model, loss, range(steps), optimizer=optimizer, before_update=note)
+    return digests, digest(parameters_of(model)), losses, order
 
 
 def options_of(**options):
@@ -101,9 +104,9 @@ def test_replicas_stay_equal(run_ranks, world_size):
             assert parameters == results[0][1], case
 
 
-def test_without_warm_start_or_error_feedback_compression_may_start_at_once(run_ranks):
+def test_without_warm_start_or_error_feedback_compression_may_start_at_once():
     options = {"warm_start": False, "use_error_feedback": False, "start_powerSGD_iter": 0}
-    for rate, outputs in run_ranks(compress_from_the_first_step, 2, options):
+    for rate, outputs in simulate(compress_from_the_first_step, 2, options):
         assert rate > 2
         assert all(torch.linalg.matrix_rank(output.view(64, 48)) == 1 for output in outputs)
 
@@ -130,29 +133,15 @@ def test_training_reaches_about_the_loss_of_no_compression(run_ranks):
 # Layers that a step does not use.
 
 
-class Branches(nn.Module):
-    """This model uses a layer in some steps only."""
-
-    def __init__(self):
-        super().__init__()
-        self.always, self.sometimes = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x, both):
-        return self.sometimes(self.always(x)) if both else self.always(x)
-
-
-def use_a_layer_late(rank):
+@pytest.mark.ranks(2)
+def test_a_layer_that_is_used_later_gets_gradients(rank):
+    """DDP fills an unused layer's part of the bucket with zeros. Later gradients must still come through."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    model = DistributedDataParallel(Layers(64, 64, 64), find_unused_parameters=True)
     state = powerSGD_hook.PowerSGDState(None, 2, START)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for step in range(START + 6):
         model.zero_grad()
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * rank + step))
-        model(x, both=step >= START + 3).square().mean().backward()
-    return float(model.module.sometimes.weight.grad.norm())
-
-
-def test_a_layer_that_is_used_later_gets_gradients(run_ranks):
-    """DDP fills an unused layer's part of the bucket with zeros. Later gradients must still come through."""
-    assert all(norm > 0 for norm in run_ranks(use_a_layer_late, 2))
+        model(x, () if step >= START + 3 else (1,)).square().mean().backward()
+    assert all(norm > 0 for norm in of_all_ranks(float(model.module.layers[1].weight.grad.norm())))
