@@ -182,9 +182,7 @@ def old_torch(rank):
 
 def test_an_old_torch_is_named(run_ranks):
     (text,) = run_ranks(old_torch, 1)
-    assert (
-        f"FSDPModule.set_custom_reduce_scatter, which torch {torch.__version__} lacks: use torch 2.13" in text
-    )
+    assert f"FSDPModule.set_custom_reduce_scatter, which torch {torch.__version__} lacks" in text
 
 
 def differ(rank, odd_rank, what, mesh_name):
