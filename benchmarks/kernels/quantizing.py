@@ -73,12 +73,10 @@ class _Problem:
     """A bucket, its codes, and what the stages start from, for both providers."""
 
     def __init__(self, numel: int, bits: int, dtype: torch.dtype, device: torch.device):
-        self.bits = bits
-        layout = BlockLayout([(numel // 1024, 1024)], BLOCK_SIZE, WORLD_SIZE)
+        self.bits, layout = bits, BlockLayout([(numel // 1024, 1024)], BLOCK_SIZE, WORLD_SIZE)
         self.error = zeros_of(layout, dtype, device, WORLD_SIZE)
-        options = {"bits": bits, "uncompressed_dtype": None}
-        self.codes = codes = Codes(layout, dtype, device, self.error, **options)
-        self.decode = ops.decoder(layout, dtype, device, **options)
+        self.codes = codes = Codes(layout, dtype, device, self.error, bits=bits, uncompressed_dtype=None)
+        self.decode = ops.decoder(layout, dtype, device, bits=bits)
         self.own = layout.shard(RANK)
         self._code_section, self._scale_section, _ = layout.sections(bits, dtype.itemsize)[0]
         self._code_bytes = layout.code_bytes(bits)

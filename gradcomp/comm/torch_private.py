@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def _missing(name: str, *_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
         f"gradcomp needs {name}, which torch {torch.__version__} lacks. Likely cause: gradcomp doesn't know "
-        "this version of torch: use one that docs/status.md names"
+        "this version of torch: use torch 2.13, or another one that docs/status.md names"
     )
 
 
@@ -134,7 +134,7 @@ def optimizers_in_backward(param: torch.Tensor, *, detaches: bool = False) -> An
 @torch.enable_grad()
 def _check_optimizers_in(module: Any) -> None:
     require_names(module, "param_to_optim_hook_handle_map", "_apply_optimizer_in_backward")
-    probe = torch.nn.Parameter(torch.empty(0))
+    probe = torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))
     module._apply_optimizer_in_backward(torch.optim.SGD, [probe], {"lr": 0.0}, register_hook=False)
     require_names(probe, "_in_backward_optimizers")
 

@@ -209,11 +209,11 @@ def _average_in_8_bits(
 ) -> Future:
     """Average the whole bucket, cut into blocks without regard to its tensors, in 8 bits per element.
 
-    hook_name: the hook's name, in messages and among the kept plans.
+    hook_name: the hook's name, in messages and among the kept all-reduces.
     block_size_of: called with (numel, number of shards), returns the size of a block. A bucket smaller than a
         block is sent exactly.
 
-    The bucket's plan is kept for the next step, because making one takes long. It takes as much device memory
+    The all-reduce is kept for the next step, because making one takes long. It takes as much device memory
     as two buckets of codes, and this rank's shard of the bucket in fp32; between two ranks as three of codes.
     """
     buffer, group = checked_bucket(hook_name, bucket, process_group)
@@ -239,5 +239,5 @@ def _average_in_8_bits(
             _all_reduces.keep(parameters[0], hook_name, key, all_reduce)
         return buffer
 
-    # stages() makes the plan, so that on CUDA the plan's tensors belong to the side stream.
+    # stages() makes the all-reduce, so that on CUDA its tensors belong to the side stream.
     return average_in_stages(bucket, stages(), Explaining.averaging(bucket.index(), hook_name, group))

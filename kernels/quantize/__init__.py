@@ -1,1 +1,1 @@
-"""The kernels of the quantized all-reduce, and their plan for a bucket."""
+"""The kernels of the quantized all-reduce, and the tables of their programs."""

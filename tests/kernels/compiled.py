@@ -24,6 +24,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, product
 from pathlib import Path
 from typing import Any
@@ -162,16 +163,13 @@ def quantized_launches(cases: Iterable[tuple[torch.dtype, int, int, int, bool]])
         options = {"bits": bits, "error_feedback": feedback, "num_payloads": world_size}
         buffer, kept = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=torch.promote_types(dtype, FP32))
         numbers |= {"kept": kept, "received": of_bytes}
-        quantize.encoder(whole, dtype, cpu, bits=bits, error_feedback=feedback)(
-            buffer=buffer, payload=of_bytes, **numbers
-        )
-        mean = whole.piece(1)
-        quantize.adder(mean, dtype, cpu, in_codes=True, has_own=True, **options)(out=of_bytes, **numbers)
+        encode = quantize.encoder(whole, dtype, cpu, bits=bits, error_feedback=feedback)
+        encode(buffer=buffer, payload=of_bytes, **numbers)
+        adder = partial(quantize.adder, dtype=dtype, device=cpu, **options)
+        adder(whole.piece(1), in_codes=True, has_own=True)(out=of_bytes, **numbers)
         quantize.decoder(whole, dtype, cpu, bits=bits)(payload=of_bytes, buffer=buffer)
-        quantize.adder(row, dtype, cpu, in_codes=False, has_own=True, divisor=1.0, **options)(
-            out=buffer, **numbers
-        )
-        quantize.adder(row, dtype, cpu, in_codes=False, has_own=False, **options)(out=buffer, **numbers)
+        adder(row, in_codes=False, has_own=True, divisor=1.0)(out=buffer, **numbers)
+        adder(row, in_codes=False, has_own=False)(out=buffer, **numbers)
         case = f"size={block_size} W={world_size}{'' if feedback else ' plain'}"
         yield f"{TYPE_NAMES[dtype]} bits={bits} {case}"
     # Between 4 nodes of 3 ranks, whose gradients are multiplied by 1/4, and summed within the node in dtype.

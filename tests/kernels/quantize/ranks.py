@@ -19,21 +19,11 @@ from gradcomp.layout import BlockLayout
 class Rank(Codes):
     """A simulated rank's codes in an all-reduce, or in a reduce-scatter."""
 
-    def __init__(
-        self,
-        layout: BlockLayout,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        bits: int,
-        error_feedback: bool = True,
-        uncompressed_dtype: torch.dtype | None = None,
-        **options: Any,
-    ):
-        error = zeros_of(layout, dtype, device, layout.world_size) if error_feedback else None
-        options |= {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
-        super().__init__(layout, dtype, device, error, **options)
-        self._decode = ops.decoder(layout, dtype, device, bits=bits, uncompressed_dtype=uncompressed_dtype)
+    def __init__(self, *arguments, bits, error_feedback=True, uncompressed_dtype=None, **options):
+        error = zeros_of(*arguments, arguments[0].world_size) if error_feedback else None
+        coding = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
+        super().__init__(*arguments, error, **coding, **options)
+        self._decode = ops.decoder(*arguments, **coding)
 
     def average(self, rank: int) -> None:
         self.add(self.mean, rank)
