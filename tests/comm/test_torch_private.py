@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import gradcomp
 from gradcomp.comm import process_group, torch_private
-from gradcomp.compress import sharing
+from gradcomp.compress import agreement
 from gradcomp.frameworks import CommHook
 from gradcomp.fsdp import compress_reduce_scatter, param_groups
 from gradcomp.hooks.default_hooks import average_traced
@@ -52,7 +52,7 @@ def ignore():
 
 
 def take_over():
-    sharing.take_over(QuantizationState(None), 0, dist.group.WORLD)
+    agreement.take_over(QuantizationState(None), 0, dist.group.WORLD)
 
 
 def follow():

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from benchmarks import models
+from gradcomp.plan.models import BUCKET_CAP_BYTES
 
 MULTIPROCESSORS = (108, 128, 132, 142)
 MAX_WASTE = 1.10
@@ -36,7 +37,7 @@ def full_buckets(model: str) -> dict[Shapes, int]:
     return {
         bucket: count
         for bucket, count in buckets.items()
-        if sum(map(math.prod, bucket)) * 4 >= models.BUCKET_CAP_BYTES
+        if sum(map(math.prod, bucket)) * 4 >= BUCKET_CAP_BYTES
     }
 
 

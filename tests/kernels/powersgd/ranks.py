@@ -116,7 +116,10 @@ def assert_padding_is_zero(plan: PowerSGDPlan) -> None:
     assert not plan._bucket.arrived.any()
     indices = range(len(plan.layout.matrices))
     held = {
-        "memory": (plan._bucket.memory, [plan._matrix(i) for i in indices] if plan._feedback else []),
+        "memory": (
+            plan._bucket.memory,
+            [plan._matrix(i) for i in indices] if plan._bucket.error_feedback else [],
+        ),
         "P": (plan._bucket.p, [plan._panel(i, "p") for i in indices]),
         "Q": (plan._bucket.q, [plan._panel(i, name) for i in indices for name in ("q", "random")]),
     }
@@ -155,7 +158,7 @@ def condition(p: torch.Tensor) -> float:
 
 def check_step(plans, grads, seed: int = 0) -> None:
     """Take one step, and compare its outputs and memory with float64."""
-    layout, dtype, feedback = plans[0].layout, grads[0].dtype, plans[0]._feedback
+    layout, dtype, feedback = plans[0].layout, grads[0].dtype, plans[0]._bucket.error_feedback
     sums = [sums_of(plan, grad) for plan, grad in zip(plans, grads, strict=True)]
     directions = directions_of(plans[0])
     means = [sum(grad[o : o + n].double() for grad in grads) / len(grads) for o, n in layout.uncompressed]
