@@ -223,8 +223,9 @@ class Hooked(NamedTuple):
     @property
     def group(self) -> Any:
         """The process group that the state is, or has; None for the default one, or if the state has none."""
-        is_group = isinstance(self.state, dist.ProcessGroup)
-        return self.state if is_group else getattr(self.state, "process_group", None)
+        if isinstance(self.state, dist.ProcessGroup):
+            return resolve_group(self.name, self.state)
+        return getattr(self.state, "process_group", None)
 
     def regroup(self, group: dist.ProcessGroup) -> "Hooked":
         """Give the state another process group. Returns the hook with a state that averages over it."""

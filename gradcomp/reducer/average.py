@@ -77,8 +77,6 @@ class Averaging:
     ):
         if hooked.hook is None:
             hooked = Hooked(default_hooks.allreduce_hook, resolve_group("average_", hooked.state))
-        elif isinstance(hooked.state, dist.ProcessGroup):
-            resolve_group("average_", hooked.state)
         self._hooked = hooked
         group, (self._hook, state) = joined_group(hooked.group), hooked
         if parameters is None:

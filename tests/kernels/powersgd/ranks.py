@@ -114,12 +114,9 @@ def assert_padding_is_zero(plan: PowerSGDPlan) -> None:
     The kernels rely on it.
     """
     assert not plan._bucket.arrived.any()
-    indices = range(len(plan.layout.matrices))
+    indices, feedback = range(len(plan.layout.matrices)), plan._bucket.error_feedback
     held = {
-        "memory": (
-            plan._bucket.memory,
-            [plan._matrix(i) for i in indices] if plan._bucket.error_feedback else [],
-        ),
+        "memory": (plan._bucket.memory, [plan._matrix(i) for i in indices] if feedback else []),
         "P": (plan._bucket.p, [plan._panel(i, "p") for i in indices]),
         "Q": (plan._bucket.q, [plan._panel(i, name) for i in indices for name in ("q", "random")]),
     }
