@@ -255,9 +255,9 @@ class Hooked(NamedTuple):
         all_know: whether the ranks needn't compare in the next step who has called this.
         """
         if self.keep_undo:
-            needs_no_comparison = all_know and self.state.is_compared
+            is_due = not self.state.is_compared or self.state.compared_in is None
             self.state.undo_step(step)
-            if needs_no_comparison:
+            if all_know and not is_due:
                 self.state.compared_in = -1
 
 

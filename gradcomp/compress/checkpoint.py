@@ -101,7 +101,7 @@ def checked(
     """
     require_version(state_dict)
     if (scale := state_dict.get("gradient_scale")) is not None:
-        SCALE("gradient_scale", scale)
+        state_dict = state_dict | {"gradient_scale": SCALE("gradient_scale", scale)}
     # First: another hook's file has other keys. A state may have had its compressor's name once.
     if state_dict.get("algorithm", algorithm) not in (algorithm, compressor.__name__):
         raise ValueError(

@@ -367,8 +367,7 @@ class PowerSGDPlan:
         seed: the seed for random directions.
 
         A matrix with factors that aren't finite becomes NaN in this step, and the next step takes random
-        directions for it. If a rank's gradients aren't finite, the error is again what it was before the
-        step; otherwise zero.
+        directions for it. If a rank's gradients aren't finite, errors are as before the step, otherwise zero.
         """
         for in_bucket, wire in self._uncompressed:
             buffer[in_bucket].copy_(wire)

@@ -227,7 +227,8 @@ class LocalSteps(SavedSteps):
 
     def _meet(self, *, is_new: bool) -> None:
         """Compare the ranks of the group, and take over what differs from a rank that has gone furthest."""
-        self._group = group = resolve_group("LocalSteps", self._hooked.group, "process_group")
+        given = self._hooked.group if self._hooked.can("process_group") else self._hooked.state
+        self._group = group = resolve_group("LocalSteps", given, "process_group")
         self._device = device_for(group, self._common.local().values())
         require_all_ranks("LocalSteps", "train by local steps", group, "Make it on every rank")
         source, most = furthest(1 if is_new else 2 + self._num_exchanges, group, self._device)

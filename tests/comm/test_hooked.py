@@ -24,3 +24,10 @@ def test_states_of_every_kind_get_another_group_and_what_they_can_take():
         after.undo(None)  # nobody keeps anything to take back
         assert after.keep_undo is (False if isinstance(state, QuantizationState) else None)
         assert after.step == (0 if isinstance(state, QuantizationState) else None)
+
+
+def test_undoing_leaves_a_comparison_that_is_due():
+    for compared_in in (None, 3):
+        state = SimpleNamespace(keep_undo=True, is_compared=True, compared_in=compared_in, undo_step=print)
+        Hooked(allreduce_hook, state).undo(None, all_know=True)
+        assert state.compared_in == (compared_in and -1)

@@ -101,6 +101,9 @@ def test_consolidating_leaves_the_state_and_compares_the_ranks(rank):
         RuntimeError, match="PowerSGD's state differs between the ranks: step is 0 on rank 0 and 1"
     ):
         powerSGD_hook.consolidated_state_dict(late)
+    late.iter, late.gradient_scale = 0, 1024.0 * (1 + rank)
+    with pytest.raises(RuntimeError, match=r"gradient_scale is 1024\.0 on rank 0 and 2048"):
+        powerSGD_hook.consolidated_state_dict(late)
     ranks = of_all_ranks((equal(saved, kept), error_in(merged), error_in(saved)))
     for unchanged, mean, _ in ranks:
         assert unchanged
