@@ -147,7 +147,7 @@ class Compressor(ABC):
 
         Optional: `python -m gradcomp plan` asks the hooks that it names.
         """
-        raise NotImplementedError(f"{cls.__name__} doesn't say which collectives it issues")
+        raise NotImplementedError(f"a plan needs {cls.__name__}.collectives, which is not defined")
 
     def average(self, flat: Tensor, group: dist.ProcessGroup, seed: int) -> None:
         """Replace the gradients by their (approximate) mean over the ranks, in place. A collective.

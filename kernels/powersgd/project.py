@@ -325,8 +325,8 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     # more registers.
     is_reloaded = dtype in (torch.float16, torch.float64)
     # In matrix products a tile's rows keep 4 warps busy: more warps would repeat the same products. But in
-    # fp64 beyond rank 32 the registers of 4 warps don't suffice.
-    is_large = dtype == torch.float64 and rank > 32
+    # fp64 from rank 32 on the registers of 4 warps don't suffice.
+    is_large = dtype == torch.float64 and rank >= 32
     num_warps = 8 if rank <= 4 or is_large else 4
     # Three programs fit a multiprocessor if there are registers left. There are none left for fp16, nor at
     # rank 2 on sm_100.

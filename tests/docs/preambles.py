@@ -126,7 +126,7 @@ WITHOUT_GROUP = {("README.md", 1), *(("docs/testing.md", number) for number in r
 RUN_ELSEWHERE = {
     ("docs/new_compressor.md", 2): "tests/compress/test_new_compressor.py",
     # One script, block after block.
-    **{("docs/quick_start.md", number): "tests/docs/test_quick_start.py" for number in range(5)},
+    **{("docs/quick_start.md", number): "tests/docs/test_quick_start.py" for number in range(4)},
     # tests/frameworks/test_pages.py runs every block of these pages.
     **{
         (f"docs/frameworks/{page}.md", number): "tests/frameworks/recipes.py"
@@ -145,7 +145,7 @@ NOT_RUN = [
     ("docs/architecture.md", "__init__ ──▶ parallel", PICTURE),
     ("docs/auto.md", "gradcomp: auto_hook uses", PRINTED),
     ("docs/fsdp.md", "disable_fsdp_gradient_division(model)", "a patch of torchtitan, run by hand"),
-    ("docs/quick_start.md", "torchrun --nproc-per-node 2 time", "run by tests/docs/test_quick_start.py"),
+    ("docs/quick_start.md", "torchrun --nproc-per-node 2 docs", "run by tests/docs/test_quick_start.py"),
     ("docs/recording.md", "gradcomp: PowerSGD compresses", PRINTED),
     ("docs/others_hooks.md", "", PRINTED),  # see test_others_hooks.py
     ("docs/plan.md", "model    335,141,888", PRINTED),
