@@ -293,9 +293,9 @@ def encoder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **opt
 
     All buffers are the caller's, and arguments are by keyword. encode: M = buffer + error;
     payload [world size, bytes] = M's codes and scales and the exact elements, one row per shard;
-    error = M − quantized M. A block that isn't finite keeps its error. The shard with the number `rank`
-    isn't quantized: kept = M there until the sum. Of its row only the scales count, which show whether blocks
-    are zero or not finite. rank: −1 for no such shard.
+    error = M − quantized M. A block that isn't finite keeps its error, in plain torch up to rounding, and not
+    in elements that aren't finite. The shard `rank` (−1: none) isn't quantized: kept = M there until the sum,
+    and of its row only the scales count, which show whether blocks are zero or not finite.
     """
     if runs_triton(device) or device.type == "meta":
         return quantize_kernels.encoder(layout, dtype, device, **options)

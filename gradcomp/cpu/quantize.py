@@ -11,16 +11,16 @@ value beyond L times bf16's largest.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gradcomp.layout.blocks import BlockLayout
+from gradcomp.layout.blocks import SCALE_BYTES, BlockLayout
 
 LARGEST_CODE = {8: 127, 4: 7}  # L by bits
 LARGEST_IN_BF16 = torch.finfo(torch.bfloat16).max
@@ -30,36 +30,35 @@ SMALL, BOOST = 2.0**-100, 2.0**64
 # With scales up to this, sums of decoded values and errors are far from overflow in fp32.
 SMALL_SCALE = 1e30
 
-
 _of_thread = threading.local()
 
 
 def _scratch(shape: torch.Size, dtype: torch.dtype, name: str = "decoded") -> Tensor:
     """Return this thread's scratch buffer of a name and dtype. It grows to the size of the largest chunk."""
-    key, numel = f"{name} {dtype}", shape.numel()
-    buffer = getattr(_of_thread, key, None)
+    buffers, numel = _of_thread.__dict__, shape.numel()
+    buffer = buffers.get((name, dtype))
     if buffer is None or buffer.numel() < numel:
-        buffer = torch.empty(numel, dtype=dtype, device="cpu")
-        setattr(_of_thread, key, buffer)
+        buffer = buffers[name, dtype] = torch.empty(numel, dtype=dtype, device="cpu")
     return buffer[:numel].view(shape)
 
 
 def quantize(
     values: Tensor,
     *,
-    codes: Tensor,
+    codes: Tensor | None,
     scales: Tensor,
     bits: int,
     top: float,
     gradients: Callable[[], Tensor] | None = None,
-    error: Tensor | None = None,
 ) -> None:
-    """Quantize blocks, and write the quantization errors to error, or in place of values.
+    """Quantize blocks, and leave the quantization errors in values.
 
-    values: [blocks, size], fp32 or fp64, contiguous. CHUNK_NUMEL elements are quantized fastest.
-    error: like values. Afterwards values − decoded codes; a block that isn't finite keeps its error. None to
-        write to values, with zeros in such a block.
+    values: [blocks, size], fp32 or fp64, contiguous. CHUNK_NUMEL elements are quantized fastest. Afterwards
+        values − decoded codes. In a block that isn't finite zeros, or with gradients values − gradients, up
+        to rounding: the errors before them. They are zero in elements that aren't finite, because looking at
+        all gradients first would take time in every step.
     codes: uint8 [blocks, size · bits / 8], written. At 4 bits a byte's lower half is the first one of a pair.
+        None to find scales only: other values stay.
     scales: bf16 [blocks], written.
     top: the largest number to decode to.
     gradients: see find_scales.
@@ -67,15 +66,19 @@ def quantize(
     if not len(values):
         return
     scale, least, largest = find_scales(values, scales=scales, bits=bits, gradients=gradients)
-    bad = before = None
+    before = None
     if not largest < torch.inf:
         is_bad = scale.isnan()
-        if error is not None:
-            bad = is_bad[:, 0].nonzero()[:, 0]
-            before = error.index_select(0, bad)
-        values.masked_fill_(is_bad, 0.0)
-        scale.masked_fill_(is_bad, 0.0)
-        least, largest = _bounds(scale)
+        if gradients is not None:
+            before = torch.where(is_bad, (values - gradients()).nan_to_num_(0.0, 0.0, 0.0), values)
+        if codes is not None:
+            values.masked_fill_(is_bad, 0.0)
+            scale.masked_fill_(is_bad, 0.0)
+            least, largest = _bounds(scale)
+    if codes is None:
+        if before is not None:
+            values.copy_(before)
+        return
     scale = scale.to(values.dtype)
     inverse, boost = scale.reciprocal(), None
     if least < SMALL:
@@ -94,13 +97,12 @@ def quantize(
         each = _scratch(values.shape, torch.int8).copy_(decoded.round_())
         pairs = each.bitwise_and_(15).view(torch.int16)
         signed.copy_((pairs >> 4).bitwise_or_(pairs))
-    out = values if error is None else error
     if largest * LARGEST_CODE[bits] <= top:
-        torch.addcmul(values, decoded, scale, value=-1, out=out)
+        values.addcmul_(decoded, scale, value=-1)
     else:
-        torch.sub(values, decoded.mul_(scale).clamp_(-top, top), out=out)
-    if bad is not None and before is not None:
-        out.index_copy_(0, bad, before)
+        values -= decoded.mul_(scale).clamp_(-top, top)
+    if before is not None:
+        values.copy_(torch.where(is_bad, before, values))
 
 
 def find_scales(
@@ -217,7 +219,9 @@ class _Operation:
         sections, _ = layout.sections(bits, self._exact_dtype.itemsize)
         self._codes_at, self._scales_at, self._exact_at = sections
         self._step = max(1, CHUNK_NUMEL // layout.block_size)
-        self._chunks = [list(self._chunks_of(shard)) for shard in range(layout.world_size)]
+        self._code_bytes = layout.code_bytes(bits)
+        # Of every shard the first chunk, then the second one, and so on.
+        self._chunks = list(zip(*map(self._chunks_of, range(layout.world_size)), strict=True))
 
     def _chunks_of(self, shard: int) -> Iterator[Chunk]:
         """Cut a shard into chunks."""
@@ -233,11 +237,23 @@ class _Operation:
             is_whole = [own for own, _ in copies] == [slice(0, stop - start)]
             yield Chunk(rows, blocks, copies, copies[0][1] if is_whole else None)
 
-    def _coded(self, payload: Tensor) -> list[Coded]:
-        """Return the codes and scales of each chunk of a payload."""
-        codes = payload[self._codes_at].view(-1, self._layout.code_bytes(self._bits))
-        scales = payload[self._scales_at].view(torch.bfloat16)
-        return list(zip(codes.split(self._step), scales.split(self._step), strict=True))
+    def _coded(self, payloads: Tensor) -> Iterator[list[Coded]]:
+        """Yield the codes and scales of every payload's first chunk, then of their second one, and so on.
+
+        payloads: [payloads, bytes], contiguous. Each view takes one call here: slices of slices take several.
+        """
+        size, scales, first = self._code_bytes, payloads.view(torch.bfloat16), payloads.storage_offset()
+        starts = range(first, first + payloads.numel(), payloads.shape[1] or 1)
+        for chunk, *_ in self._chunks:
+            row, n = chunk.rows.start, chunk.rows.stop - chunk.rows.start
+            code, scale = self._codes_at.start + row * size, self._scales_at.start // SCALE_BYTES + row
+            yield [
+                (
+                    payloads.as_strided((n, size), (size, 1), start + code),
+                    scales.as_strided((n,), (1,), start // SCALE_BYTES + scale),
+                )
+                for start in starts
+            ]
 
     def _scales_of(self, payloads: Tensor) -> tuple[Tensor, float, float | None]:
         """Return the payloads' scales, [payloads, blocks], the largest, and dequantize's top for them.
@@ -252,21 +268,16 @@ class _Operation:
         """Return the payloads' exact elements, [payloads, elements]."""
         return payloads[:, self._exact_at].contiguous().view(self._exact_dtype)
 
-    def _values(self, chunk: Chunk) -> Tensor:
-        """Return scratch for a chunk's values."""
+    def _values(self, chunk: Chunk, buffer: Tensor | None = None) -> Tensor:
+        """Return where a chunk's values are computed: in the buffer if that is possible, or in scratch."""
+        if buffer is not None and chunk.in_bucket is not None and buffer.dtype == self._wide:
+            return buffer[chunk.in_bucket].view(-1, self._layout.block_size)
         shape = chunk.rows.stop - chunk.rows.start, self._layout.block_size
         return _scratch(torch.Size(shape), self._wide, "values")
 
-    def _target(self, chunk: Chunk, buffer: Tensor) -> Tensor:
-        """Return where a chunk's values are computed: in the buffer if that is possible."""
-        values = self._values(chunk)
-        if chunk.in_bucket is None or buffer.dtype != self._wide:
-            return values
-        return buffer[chunk.in_bucket].view(values.shape)
-
     def _place(self, chunk: Chunk, values: Tensor, buffer: Tensor) -> None:
-        """Write a chunk's values to the buffer, unless _target has placed them there."""
-        if chunk.in_bucket is None or values.data_ptr() != buffer[chunk.in_bucket].data_ptr():
+        """Write a chunk's values to the buffer, unless _values has put them there."""
+        if values.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
             for stored, in_bucket in chunk.copies:
                 buffer[in_bucket] = values.view(-1)[stored]
 
@@ -276,43 +287,31 @@ class Encoder(_Operation):
 
     def __call__(self, *, buffer: Tensor, payload: Tensor, kept: Tensor, rank: int) -> None:
         layout, blocks = self._layout, kept.view(-1, self._layout.block_size)
-        for shard, chunks in enumerate(self._chunks):
-            for chunk, coded in zip(chunks, self._coded(payload[shard]), strict=False):
-                own = blocks[chunk.blocks if self._feedback else chunk.rows]
-                self._encode(chunk, buffer, coded, own, shard == rank)
+        for chunks, coded in zip(self._chunks, self._coded(payload), strict=False):
+            for shard, (chunk, (codes, scales)) in enumerate(zip(chunks, coded, strict=True)):
+                is_own, values = shard == rank, self._values(chunk)
+                gradients = partial(self._gradients, chunk, buffer) if self._feedback else None
+                if is_own or self._feedback:  # the chunk's errors or own values
+                    values = blocks[chunk.blocks if self._feedback else chunk.rows]
+                self._gradients(chunk, buffer, values, is_sum=self._feedback)
+                quantize(
+                    values, codes=None if is_own else codes, scales=scales, bits=self._bits, top=self._top,
+                    gradients=gradients,
+                )  # fmt: skip
         exact = buffer.new_zeros(len(payload) * layout.exact_numel, dtype=self._exact_dtype)
         for each in layout.exact:
             exact[each.stored] = buffer[each.in_bucket]
         payload[:, self._exact_at] = exact.view(torch.uint8).view(len(payload), -1)
 
-    def _encode(self, chunk: Chunk, buffer: Tensor, coded: Coded, kept: Tensor, is_own: bool) -> None:
-        """Quantize a chunk; of the own shard find scales only. kept: the chunk's errors or own values."""
-        error = kept if self._feedback else None
-        gradients = partial(self._gradients_of, chunk, buffer) if self._feedback else None
-        values = kept if is_own and error is None else self._values(chunk)
-        self._add_up(chunk, buffer, error, values)
-        codes, scales = coded
-        how: dict[str, Any] = {"scales": scales, "bits": self._bits, "gradients": gradients}
-        if not is_own:
-            quantize(values, codes=codes, top=self._top, error=error, **how)
-            return
-        scale, _, largest = find_scales(values, **how)
-        if error is not None:
-            error.copy_(values if largest < torch.inf else torch.where(scale.isnan(), error, values))
-
-    def _gradients_of(self, chunk: Chunk, buffer: Tensor) -> Tensor:
-        """Return a chunk's gradients without errors."""
-        return self._add_up(chunk, buffer, None, torch.empty_like(self._values(chunk)))
-
-    def _add_up(self, chunk: Chunk, buffer: Tensor, error: Tensor | None, out: Tensor) -> Tensor:
-        """Write a chunk's gradients, plus errors if there are any, to out. Returns out."""
-        if chunk.in_bucket is not None:
-            gradients = buffer[chunk.in_bucket].view(out.shape)
-            return out.copy_(gradients) if error is None else torch.add(error, gradients, out=out)
-        if error is None:
+    def _gradients(
+        self, chunk: Chunk, buffer: Tensor, out: Tensor | None = None, *, is_sum: bool = False
+    ) -> Tensor:
+        """Write a chunk's gradients to out, new memory by default, or add them to it. Returns out."""
+        out = torch.empty_like(self._values(chunk)) if out is None else out
+        if not is_sum:
+            if chunk.in_bucket is not None:
+                return out.copy_(buffer[chunk.in_bucket].view(out.shape))
             out.zero_()
-        else:
-            out.copy_(error)
         for stored, in_bucket in chunk.copies:
             out.view(-1)[stored].add_(buffer[in_bucket])
         return out
@@ -348,10 +347,12 @@ class Adder(_Operation):
     def _average(self, received: Tensor, mean: Tensor, kept: Tensor, rank: int) -> None:
         """Quantize the mean. The quantization errors, times the divisor, become the own values."""
         scales, largest, top = self._scales_of(received)
-        stays = (scales == 0).all(0) | scales[rank].isnan()
+        stays = (scales == 0).all(0)
+        if math.isnan(largest):
+            stays |= scales[rank].isnan()
         is_small = largest <= SMALL_SCALE  # False if a scale is NaN
-        parts = zip(self._chunks[0], self._coded(mean), *map(self._coded, received), strict=False)
-        for chunk, (codes, scales), *sent in parts:
+        parts = zip(self._chunks, self._coded(mean[None]), self._coded(received), strict=False)
+        for (chunk,), [(codes, scales)], sent in parts:
             own = kept[chunk.rows]
             # If no rank has sent a block, as of a layer that all ranks skip, its error stays; also if this
             # rank's own gradients in it aren't finite.
@@ -373,8 +374,8 @@ class Adder(_Operation):
         """Write the sum to out. The own values become zero."""
         _, largest, top = self._scales_of(received)
         is_large = not (self._has_own or largest <= SMALL_SCALE)
-        for chunk, *sent in zip(self._chunks[0], *map(self._coded, received), strict=False):
-            values = kept[chunk.rows] if self._has_own else self._target(chunk, out)
+        for (chunk,), sent in zip(self._chunks, self._coded(received), strict=False):
+            values = kept[chunk.rows] if self._has_own else self._values(chunk, out)
             self._add(sent, rank, top, is_large, values)
             self._place(chunk, values, out)
             if self._has_own:
@@ -416,9 +417,9 @@ class Decoder(_Operation):
 
     def __call__(self, *, payload: Tensor, buffer: Tensor) -> None:
         _, _, top = self._scales_of(payload)
-        for chunks, row in zip(self._chunks, payload, strict=True):
-            for chunk, (codes, scales) in zip(chunks, self._coded(row), strict=False):
-                values = self._target(chunk, buffer)
+        for chunks, coded in zip(self._chunks, self._coded(payload), strict=False):
+            for chunk, (codes, scales) in zip(chunks, coded, strict=True):
+                values = self._values(chunk, buffer)
                 dequantize(codes, scales, out=values, bits=self._bits, top=top)
                 self._place(chunk, values, buffer)
         exact = self._exact_of(payload).view(-1)
