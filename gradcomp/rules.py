@@ -50,13 +50,12 @@ class Rule:
         return self.convert(value)
 
 
-def checked_field(default: Any, rule: Rule, *, is_compared: bool = True, is_optional: bool = False) -> Any:
+def checked_field(default: Any, rule: Rule, *, is_compared: bool = True) -> Any:
     """Return a field of a frozen dataclass of options. `check_fields` checks the field's value by the rule.
 
     is_compared: False to ignore the field when options are compared by ==, or between ranks.
-    is_optional: True for an option that older checkpoints lack. Loading them sets the default.
     """
-    return field(default=default, compare=is_compared, metadata={"rule": rule, "is_optional": is_optional})
+    return field(default=default, compare=is_compared, metadata={"rule": rule})
 
 
 def check_fields(options: Any) -> None:

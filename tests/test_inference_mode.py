@@ -25,7 +25,7 @@ HOOKS = {
     "bf16": (lambda: None, bf16_compress_hook),
     "int4": (partial(QuantizationState, None, 4, start_iter=2), quantization_hook),
     "int8 with nodes": (
-        partial(QuantizationState, None, 8, start_iter=2, ranks_per_node=2, within_dtype=torch.bfloat16),
+        partial(QuantizationState, None, 8, start_iter=2, ranks_per_node=2),
         quantization_hook,
     ),
     "PowerSGD": (partial(PowerSGDState, None, 2, 2), powerSGD_hook),

@@ -70,12 +70,10 @@ def options_from(what: str, given: Any, options_class: type) -> Any:
     what: the dict's place in the state_dict, for messages; may be "".
     options_class: a dataclass, or NoneType for a compressor without options.
 
-    An option that was added later has its default if it is missing. Raises KeyError for other missing and for
-    unknown options; ValueError for invalid options, or for anything but a dict.
+    Raises KeyError for missing and unknown options, ValueError for invalid ones, or for anything but a dict.
     """
     if isinstance(given, dict):
-        optional = [each for each in fields_of(options_class) if each.metadata.get("is_optional")]
-        given = {**{each.name: each.default for each in optional}, **given}
+        given = {name: value for name, value in given.items() if name != "within_dtype"}  # which is gone
     require_keys(what or "options", given, [each.name for each in fields_of(options_class)])
     try:
         return options_class(**given)

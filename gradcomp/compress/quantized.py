@@ -55,7 +55,6 @@ class QuantizedOptions:
     block_size: int = checked_field(128, BLOCK_SIZE)
     error_feedback: bool | None = checked_field(None, FEEDBACK)
     uncompressed_dtype: torch.dtype | None = checked_field(None, SIXTEEN_BITS)
-    within_dtype: torch.dtype | None = checked_field(None, SIXTEEN_BITS, is_optional=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -74,10 +73,10 @@ class QuantizedOptions:
 
     def sum_options(self) -> dict[str, Any]:
         """Return the options of a bucket's form."""
-        kinds = {"uncompressed_dtype": self.uncompressed_dtype, "within_dtype": self.within_dtype}
-        if self.bits == 16:  # no blocks, so no codes
-            kinds["uncompressed_dtype"] = self.uncompressed_dtype or torch.bfloat16
-        return {**kinds, "bits": 8 if self.bits == 16 else self.bits, "error_feedback": self.error_feedback}
+        bits, exact = self.bits, self.uncompressed_dtype
+        if bits == 16:  # no blocks, so no codes
+            bits, exact = 8, exact or torch.bfloat16
+        return {"uncompressed_dtype": exact, "bits": bits, "error_feedback": self.error_feedback}
 
     def form(self, bucket: BucketSpec) -> FlatAllReduce | HierarchicalAllReduce | ReduceScatter:
         """Return a bucket's all-reduce or reduce-scatter."""

@@ -1,6 +1,6 @@
 """The quantized all-reduce of one bucket: flat, or hierarchical, each in one exchange or in two.
 
-Flat, see quantized.py. Hierarchical, it is exact within each node (or 16 bits), and in codes between nodes:
+Flat, see quantized.py. Hierarchical, it is exact within each node, and in codes between nodes:
 
     node i, place j    bucket ──copy──▶ piece 0 │ piece 1 │ … │ piece g−1
     reduce-scatter within the node: the rank of place j gets the node's sum of piece j
@@ -223,15 +223,12 @@ def _parts(layout: BlockLayout, positions: Collection[int]) -> list[Part]:
 class HierarchicalAllReduce:
     """A bucket's hierarchical quantized all-reduce, with the attributes and methods of FlatAllReduce.
 
-    within_dtype: the dtype in which the ranks of a node exchange gradients to sum them; None for fp32 (fp64
-        for fp64). Errors are in fp32 (fp64) all the same, and don't include that rounding.
-
     codes: the codes of this rank's piece.
     unit: a power of two, 1 / g or less. Gradients are multiplied by it before they are summed within the
         node, so that no sum overflows.
     error: the errors of the node's sum of the piece, times unit; None without error feedback.
 
-    Allocates the whole bucket, padded, in within_dtype, and a g-th of it in within_dtype and for errors.
+    Allocates the whole bucket, padded, in fp32 (fp64), and a g-th of it twice.
     """
 
     def __init__(
@@ -243,23 +240,21 @@ class HierarchicalAllReduce:
         bits: int = 8,
         error_feedback: bool,
         uncompressed_dtype: torch.dtype | None = None,
-        within_dtype: torch.dtype | None = None,
     ):
-        num_places, device = spec.ranks_per_node, spec.device
+        num_places, device, wide = spec.ranks_per_node, spec.device, torch.promote_types(dtype, torch.float32)
         # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-        uncompressed_dtype = uncompressed_dtype or torch.promote_types(dtype, torch.float32)
+        uncompressed_dtype = uncompressed_dtype or wide
         options: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
         form = Form.of(layout_for, spec, bits, uncompressed_dtype.itemsize)
         self.layout, self.num_bytes, self._ranks_per_node = form.layout, form.num_bytes, num_places
         self.unit = unit_within(num_places)
-        within_dtype, self._piece_dtype = piece_dtypes(dtype, within_dtype)
-        arguments = form.layout.piece(form.layout.world_size // num_places), self._piece_dtype, device
+        arguments = form.layout.piece(form.layout.world_size // num_places), wide, device
         self.error = zeros_of(*arguments, arguments[0].world_size) if error_feedback else None
         self.codes = codes = Codes(
             *arguments, self.error, num_senders=form.num_senders, divisor=spec.world_size * self.unit,
             averages_dtype=dtype, **options,
         )  # fmt: skip
-        self._pieces = torch.zeros(num_places, codes.layout.numel, dtype=within_dtype, device=device)
+        self._pieces = torch.zeros(num_places, codes.layout.numel, dtype=wide, device=device)
         self._piece = torch.zeros_like(self._pieces[0])
         copies = list(self._copies())
         self._copy = ops.PartsCopy(copies, device)
@@ -305,7 +300,7 @@ class HierarchicalAllReduce:
             (own, _is_in_zero_block(self._piece[own], self.layout.block_size))
             for _, own in self._in_piece(parts, nodes.within.rank())
         ]
-        codes.encode(self._piece.to(self._piece_dtype), nodes.between.rank(), stays)
+        codes.encode(self._piece, nodes.between.rank(), stays)
         yield from codes.exchange(nodes.between, gather)
         yield all_gather(self._codes.flatten(1), self._gathered.view(-1), nodes.within)
         if self._decode:
@@ -336,17 +331,11 @@ class HierarchicalAllReduce:
 
 
 def all_reduce_for(
-    layout_for: LayoutFor,
-    dtype: torch.dtype,
-    spec: BucketSpec,
-    *,
-    within_dtype: torch.dtype | None = None,
-    **options: Any,
+    layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
 ) -> FlatAllReduce | HierarchicalAllReduce:
     """Return a bucket's all-reduce, flat or hierarchical. For the arguments see the classes."""
-    if spec.ranks_per_node == 1:
-        return FlatAllReduce(layout_for, dtype, spec, **options)
-    return HierarchicalAllReduce(layout_for, dtype, spec, within_dtype=within_dtype, **options)
+    of = FlatAllReduce if spec.ranks_per_node == 1 else HierarchicalAllReduce
+    return of(layout_for, dtype, spec, **options)
 
 
 def compile_operations(form_of: Callable[[BucketSpec], Any], spec: BucketSpec) -> None:
@@ -372,9 +361,8 @@ def collectives_of_all_reduce(
     exchanged = spec.exchanges(num_bytes // (form.num_senders or 1), form.num_senders)
     if is_flat:
         return exchanged
-    summed, _ = piece_dtypes(dtype, options.get("within_dtype"))
     piece = form.layout.piece(form.layout.world_size // spec.ranks_per_node)
-    first = Collective("reduce-scatter", spec.ranks_per_node * piece.numel * summed.itemsize, "within")
+    first = Collective("reduce-scatter", spec.ranks_per_node * piece.numel * wide.itemsize, "within")
     return [first, *exchanged, Collective("all-gather", num_bytes, "within")]
 
 
@@ -387,18 +375,6 @@ def add_to_pieces(rest: Tensor, pieces: Tensor, copies: Iterable[tuple[slice, sl
 def unit_within(ranks_per_node: int) -> float:
     """Return the largest power of two that is at most 1 / ranks_per_node."""
     return 0.5 ** (ranks_per_node - 1).bit_length()
-
-
-def piece_dtypes(dtype: torch.dtype, within_dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
-    """Return (the dtype in which pieces are summed within a node, the dtype in which a sum is quantized).
-
-    dtype: the bucket's dtype.
-    within_dtype: see HierarchicalAllReduce.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    summed = within_dtype or wide
-    # Errors have the bucket's precision, also in checkpoints: they are in fp64 for fp64 input only.
-    return summed, torch.float64 if wide == torch.float64 else summed
 
 
 def _is_in_zero_block(gradients: Tensor, block_size: int) -> Tensor:

@@ -4,8 +4,7 @@
     all-to-all: every rank gets its own row from all ranks
     owner     its own row + Σ dequantized, in fp32: the shard
 
-Nothing is quantized twice, and a rank's own row not at all. Hierarchical, it is exact within each node (or in
-16 bits):
+Nothing is quantized twice, and a rank's own row not at all. Hierarchical, it is exact within each node:
 
     node i, place j    rows j, g + j, 2g + j, … of the bucket are piece j
     reduce-scatter within the node: the rank of place j gets the node's sum of piece j
@@ -32,7 +31,7 @@ from gradcomp.layout.flat import ShardLayout
 from ..comm.exchange import Works, all_to_all, reduce_scatter
 from ..comm.nodes import nodes_of
 from .compressor import BucketSpec
-from .quantized_all_reduce import Codes, add_to_pieces, piece_dtypes, unit_within, zeros_of
+from .quantized_all_reduce import Codes, add_to_pieces, unit_within, zeros_of
 
 # Returns the blocks of tensors of these shapes in a number of shards.
 LayoutOf = Callable[[Sequence[Sequence[int]], int], BlockLayout]
@@ -43,7 +42,7 @@ class ReduceScatter:
 
     layout_of: returns the blocks of tensors.
     spec: what the bucket is made for; its is_shard is true.
-    bits, error_feedback, uncompressed_dtype, within_dtype: see ops.encoder and HierarchicalAllReduce.
+    bits, error_feedback, uncompressed_dtype: see ops.encoder.
 
     layout: the blocks of the rows that this rank quantizes.
     num_bytes: the bytes of a reduce-scatter that sends as much per rank; with nodes, per node.
@@ -59,21 +58,20 @@ class ReduceScatter:
         bits: int = 8,
         error_feedback: bool,
         uncompressed_dtype: torch.dtype | None,
-        within_dtype: torch.dtype | None,
     ):
         self._shards, self._ranks_per_node = ShardLayout(spec.shapes, spec.world_size), spec.ranks_per_node
         shapes, num_rows = self._shards.shard_shapes, spec.world_size // spec.ranks_per_node
         self.layout, of_row = layout_of(shapes * num_rows, num_rows), layout_of(shapes, 1)
         self.unit, self._dtype = unit_within(spec.ranks_per_node), spec.dtype
         if spec.ranks_per_node > 1:
-            self._within_dtype, self._dtype = piece_dtypes(spec.dtype, within_dtype)
             # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-            uncompressed_dtype = uncompressed_dtype or torch.promote_types(spec.dtype, torch.float32)
+            self._dtype = torch.promote_types(spec.dtype, torch.float32)
+            uncompressed_dtype = uncompressed_dtype or self._dtype
             self._copy = ops.PartsCopy(list(self._copies()), spec.device)
         options: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
         like = replace(spec, shapes=tuple(map(tuple, shapes)), seed=0, draws=None)
         sizes = self.layout.block_size, self.layout.num_blocks
-        self._key = (like, *sizes, within_dtype, error_feedback, *options.values())
+        self._key = (like, *sizes, error_feedback, *options.values())
         arguments = self.layout, self._dtype, spec.device
         self.error = zeros_of(*arguments, self.layout.world_size) if error_feedback else None
         options |= {"averages_dtype": spec.dtype, "divisor": self.unit}
@@ -112,13 +110,13 @@ class ReduceScatter:
             yield from self._sum(flat, out, group)
             return
         nodes = nodes_of(group, self._ranks_per_node)
-        pieces = flat.new_empty(nodes.ranks_per_node, self.layout.numel, dtype=self._within_dtype)
+        pieces = flat.new_empty(nodes.ranks_per_node, self.layout.numel, dtype=self._dtype)
         self._copy(flat, pieces.view(-1), self.unit)
         if rest is not None:
             self._add(rest, pieces)
         piece = torch.empty_like(pieces[0])
         yield from reduce_scatter(piece, pieces, nodes.within)
-        yield from self._sum(piece.to(self._dtype), out, nodes.between)
+        yield from self._sum(piece, out, nodes.between)
 
     def _sum(self, flat: Tensor, out: Tensor, group: ProcessGroup) -> Works:
         """Write the sum over the ranks of this rank's row, divided by unit, to out."""

@@ -52,9 +52,6 @@ class QuantizationState(CompressorState):
         within a node, in codes between nodes. "auto": torchrun's LOCAL_WORLD_SIZE if process_group is the
         default one, and there are several nodes of equally many ranks that follow one another; otherwise 1.
         1: without nodes.
-    within_dtype: with nodes, the dtype in which the ranks of a node exchange gradients to sum them:
-        torch.bfloat16 or torch.float16, half of fp32's bytes. Error feedback doesn't include that rounding.
-        In float16, gradients must fit ±65504 times ranks_per_node. None: exactly. No effect without nodes.
 
     A DeviceMesh of two dimensions, (between nodes, within nodes), as process_group also sets ranks_per_node.
 
@@ -71,7 +68,6 @@ class QuantizationState(CompressorState):
     bits: int = option()
     block_size: int = option()
     uncompressed_dtype: torch.dtype | None = option()
-    within_dtype: torch.dtype | None = option()
 
     @property
     def use_error_feedback(self) -> bool:
@@ -89,11 +85,10 @@ class QuantizationState(CompressorState):
         uncompressed_dtype: torch.dtype | None = None,
         compression_stats_logging_frequency: int = 10_000,
         ranks_per_node: int | str = AUTO,
-        within_dtype: torch.dtype | None = None,
     ):
         super().__init__(
             QuantizedCompressor,
-            QuantizedOptions(bits, block_size, use_error_feedback, uncompressed_dtype, within_dtype),
+            QuantizedOptions(bits, block_size, use_error_feedback, uncompressed_dtype),
             process_group,
             start_iter=start_iter,
             compression_stats_logging_frequency=compression_stats_logging_frequency,
@@ -129,7 +124,7 @@ def quantization_hook(
     With 16 bits there are no blocks, scales and errors: step 2 rounds the bucket to 16 bits, and with two
     collectives step 4 rounds the mean. A 16-bit all-reduce rounds partial sums up to W times.
 
-    With ranks_per_node, ranks of a node first sum their buckets, exactly or in within_dtype; each then does
+    With ranks_per_node, ranks of a node first sum their buckets exactly; each then does
     the steps with a part of the sum, between nodes. The means are gathered as codes.
 
     To read the algorithm first, see `quantized_all_reduce` in docs/examples/simple.py: 30 lines.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gradcomp.compress import Compressor, CompressorState, compress_hook
+from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import run_ranks
@@ -59,10 +60,7 @@ def test_an_option_assigned_later_is_logged(caplog):
 def test_every_option_of_the_quantization_hook_is_assigned_or_refused():
     state = QuantizationState(bits=4)
     state.bits, state.block_size, state.uncompressed_dtype = 8, 64, torch.bfloat16
-    state.within_dtype = torch.float16
-    options = state.options
-    assert (options.bits, options.block_size) == (8, 64)
-    assert (options.uncompressed_dtype, options.within_dtype) == (torch.bfloat16, torch.float16)
+    assert state.options == QuantizedOptions(8, 64, True, torch.bfloat16)
     assert state.use_error_feedback
     with pytest.raises(ValueError, match="bits"):
         state.bits = 3

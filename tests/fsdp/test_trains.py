@@ -70,7 +70,6 @@ FORMS = {
     "16 bits": ("shards", {"bits": 16}, None),
     "plain steps first": ("shards", {"bits": 4, "start_iter": 5}, None),
     "hierarchical": ("shards", {"bits": 4, "ranks_per_node": 2}, None),
-    "bf16 within": ("shards", {"bits": 8, "ranks_per_node": 2, "within_dtype": torch.bfloat16}, None),
     "16 bits hierarchical": ("shards", {"bits": 16, "ranks_per_node": 2}, None),
     "HSDP": ("HSDP", {"bits": 4}, None),
     "int4 between replicas": ("replicas", {"bits": 8}, INT4),
@@ -81,7 +80,7 @@ FORMS = {
 }
 EVERYDAY = [
     "plain steps first",
-    "bf16 within",
+    "hierarchical",
     *(name for name in FORMS if "between" in name or "alone" in name),
 ]
 PRECISIONS = {

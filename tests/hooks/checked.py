@@ -122,12 +122,6 @@ HOOKS = {
     "quantization_hook int4 hierarchical": HookCheck(
         lambda: quantization_hooks.quantization_hook, make_state=partial(_state_with_nodes, bits=4)
     ),
-    # Error feedback leaves out the rounding within nodes.
-    "quantization_hook int4 hierarchical, bf16 within": HookCheck(
-        lambda: quantization_hooks.quantization_hook,
-        make_state=partial(_state_with_nodes, bits=4, within_dtype=torch.bfloat16),
-        step_error=torch.finfo(torch.bfloat16).eps,
-    ),
     "auto_hook": HookCheck(lambda: auto_hook.auto_hook, make_state=_auto_state),
     "quantization_hook 16 bits": HookCheck(lambda: _sixteen_bits_hook(), torch.bfloat16),
     "allreduce hierarchical": HookCheck(lambda: _hierarchical_all_reduce()),

@@ -167,8 +167,8 @@ def test_every_property_of_the_kit(bits):
         ({"block_size": 4098}, "block_size is 4098, but must be an even number of elements from 2 to 4096"),
         ({"use_error_feedback": 1}, "error_feedback is 1"),
         (
-            {"within_dtype": torch.float32},
-            "within_dtype is torch.float32, but must be None, torch.bfloat16 or",
+            {"uncompressed_dtype": torch.float32},
+            "uncompressed_dtype is torch.float32, but must be None, torch.bfloat16 or",
         ),
         ({"start_iter": -1}, "start_iter is -1"),
     ],

@@ -201,8 +201,7 @@ def test_a_file_cannot_build_an_odd_state(state):
 
 
 def test_a_quantization_state_is_loaded():
-    options = {"uncompressed_dtype": torch.bfloat16, "within_dtype": torch.float16}
-    state = QuantizationState(None, 8, 64, start_iter=3, **options)
+    state = QuantizationState(None, 8, 64, start_iter=3, uncompressed_dtype=torch.bfloat16)
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
