@@ -15,6 +15,11 @@ AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 
 _interpreter = threading.RLock()
 _no_change = nullcontext()
+# torch.cuda's functions around torch's private ones take several times as long.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_raw_stream = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda _: torch.cuda.current_stream().cuda_stream
+)
 
 
 def has_streams(device: torch.device) -> bool:
@@ -76,9 +81,19 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
         return _interpreter
     if is_rocm():
         require_kernels_for(device)
-    if device.index is None or device.index == torch.cuda.current_device():
-        return _no_change  # hooks are on their device already, and torch's context takes longer
-    return torch.cuda.device(device)
+    # Hooks are on their device already, and torch's context takes longer.
+    return _no_change if is_current(device) else torch.cuda.device(device)
+
+
+def is_current(device: torch.device) -> bool:
+    """Return whether a CUDA device is the current one."""
+    return device.index is None or device.index == _current_device()
+
+
+def current_stream() -> int:
+    """Return the current device's current stream, as the kernels' launchers take it."""
+    stream: int = _raw_stream(_current_device())
+    return stream
 
 
 @functools.cache

@@ -43,7 +43,6 @@ def runs_triton(device: torch.device) -> bool:
     return has_streams(device) or (_INTERPRETED and device.type == "cpu")
 
 
-@torch.no_grad()
 def compress_cast(
     buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0, overwrite: bool = False
 ) -> torch.Tensor:
@@ -65,13 +64,12 @@ def compress_cast(
         flatten_kernel.cast(buffer, out=out, scale=scale)
         if has_streams(out.device):
             # The way back is compiled now, not in backward when the average is there.
-            flatten_kernel.compile_cast(out.dtype, buffer.dtype, out.device)
+            flatten_kernel.cast_of(out.dtype, buffer.dtype, out.device)
     else:
         cpu.cast(buffer.view(-1), out=out.view(-1), scale=scale, overwrite=overwrite)
     return out
 
 
-@torch.no_grad()
 def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
     """Convert compressed to out's dtype, in one pass. Returns out.
 
@@ -151,9 +149,9 @@ def unflatten(
 def compile_flatten(dtype: torch.dtype, device: torch.device, *, also_unflatten: bool) -> None:
     """Compile the kernels that flatten, and if asked unflatten, launch in one dtype; see compile_powersgd."""
     if has_streams(device) and dtype in _FLOATS:
-        flatten_kernel.compile_flatten(dtype, device, to_flat=True)
+        flatten_kernel.copy_of(dtype, dtype, device, to_flat=True)
         if also_unflatten:
-            flatten_kernel.compile_flatten(dtype, device, to_flat=False)
+            flatten_kernel.copy_of(dtype, dtype, device, to_flat=False)
 
 
 class PartsCopy:

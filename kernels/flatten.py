@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import launching_on, pinned, send
-from .launch import Launch
+from ..device import pinned, send
+from .launch import Launch, Slot, Stage
 from .tile import BLOCK, COPYING, copy_tile, element_type
 
 
@@ -34,20 +34,17 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
     out: contiguous, as many elements as src, any floating-point dtype, on src's device. It may be src itself;
         otherwise the two must not share memory.
     """
-    with launching_on(out.device):
-        _launch_of_cast(src, out, src.numel(), scale)()
+    numel = src.numel()
+    launch = cast_of(src.dtype, out.dtype, out.device)
+    launch(num_programs=-(-numel // BLOCK), src=src, out=out, numel=numel, scale=scale)
 
 
 @functools.cache
-def compile_cast(src_dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what cast launches for tensors of these dtypes on a device with streams."""
-    src, out = (torch.empty(1, dtype=dtype, device="meta") for dtype in (src_dtype, out_dtype))
-    with launching_on(device):
-        _launch_of_cast(src, out, 1, 1.0).compile()
-
-
-def _launch_of_cast(src: torch.Tensor, out: torch.Tensor, numel: int, scale: float) -> Launch:
-    return Launch(_cast_kernel, triton.cdiv(numel, BLOCK), src, out, numel, scale, BLOCK=BLOCK, **COPYING)
+def cast_of(src_dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> Stage:
+    """Return what cast launches for tensors of these dtypes, compiled if the device has streams."""
+    src, out = Slot.buffer(src_dtype, "src"), Slot.buffer(out_dtype, "out")
+    numbers = Slot("numel", 1), Slot("scale", 1.0)
+    return Stage([Launch(_cast_kernel, None, src, out, *numbers, BLOCK=BLOCK, **COPYING)], device)
 
 
 class FlattenTables:
@@ -106,23 +103,15 @@ def _flatten_kernel(
         copy_tile(flat_ptr + flat_start, tensor_ptr + tensor_start, length, scale, BLOCK)
 
 
-def _launch(
-    tensors: Sequence[torch.Tensor], tables: FlattenTables, flat: torch.Tensor, scale: float, *, to_flat: bool
-) -> Launch:
-    dtype = tensors[0].dtype if tensors else flat.dtype
-    return Launch(
-        _flatten_kernel, len(tables.tiles), tables.pointers(tensors), tables.tiles, flat, scale,
+@functools.cache
+def copy_of(dtype: torch.dtype, flat_dtype: torch.dtype, device: torch.device, *, to_flat: bool) -> Stage:
+    """Return what copy launches for tensors and a flat buffer of these dtypes, as cast_of does."""
+    tables = Slot.buffer(torch.int64, "pointers"), Slot.buffer(torch.int64, "tiles")
+    launch = Launch(
+        _flatten_kernel, None, *tables, Slot.buffer(flat_dtype, "flat"), Slot("scale", 1.0),
         TENSOR_TYPE=element_type(dtype), TO_FLAT=to_flat, BLOCK=BLOCK, **COPYING,
     )  # fmt: skip
-
-
-@functools.cache
-def compile_flatten(dtype: torch.dtype, device: torch.device, *, to_flat: bool) -> None:
-    """Compile what flatten (to_flat) or unflatten launches in one dtype, on a device with streams."""
-    meta = torch.device("meta")
-    flat, tables = torch.empty(1, dtype=dtype, device=meta), FlattenTables([(0, 0, 0, 1)], 1, meta)
-    with launching_on(device):
-        _launch([flat], tables, flat, 1.0, to_flat=to_flat).compile()
+    return Stage([launch], device)
 
 
 def copy(
@@ -139,5 +128,7 @@ def copy(
     tables: the FlattenTables of these tensors.
     flat: contiguous, 1-D, any floating-point dtype. Each element is rounded once.
     """
-    with launching_on(flat.device):
-        _launch(tensors, tables, flat, scale, to_flat=to_flat)()
+    if tensors:
+        launch = copy_of(tensors[0].dtype, flat.dtype, flat.device, to_flat=to_flat)
+        pointers, tiles = tables.pointers(tensors), tables.tiles
+        launch(num_programs=len(tiles), pointers=pointers, tiles=tiles, flat=flat, scale=scale)

@@ -17,7 +17,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from ..device import accepted_options, has_streams, is_rocm, launching_on
+from ..device import accepted_options, current_stream, has_streams, is_current, is_rocm, launching_on
 
 ALIGNMENT = 16  # bytes; pointers that are multiples of it are compiled to wider accesses
 MAX_REGISTERS = 255  # per thread
@@ -52,34 +52,41 @@ class Slot:
 class Launch:
     """One launch of a kernel.
 
-    num_programs: the grid's size; 0 launches nothing.
+    num_programs: the grid's size; 0 launches nothing. None: each launch gets it as a value, num_programs.
     arguments: the kernel's arguments that aren't constants, in its order; each may be a Slot.
     constants: the kernel's constants, and Triton's options.
     """
 
-    def __init__(self, kernel: Any, num_programs: int, *arguments: Any, **constants: Any):
+    def __init__(self, kernel: Any, num_programs: int | None, *arguments: Any, **constants: Any):
         self._kernel, self.num_programs = kernel, num_programs
         self._arguments, self._constants = arguments, accepted_options(constants)
         self.slots = [(i, value) for i, value in enumerate(arguments) if isinstance(value, Slot)]
         self._run: Callable[..., None] | None = None
+        self._of_kernel: tuple[Any, ...] = ()
         self._bound: list[Any] = []
 
     def __call__(self, **values: Any) -> None:
         """Launch by Triton's own launch. values: of the slots, by name."""
-        if self.num_programs:
+        if num_programs := values.get("num_programs", self.num_programs):
             arguments = list(self._arguments)
             for index, slot in self.slots:
                 arguments[index] = values[slot.name]
-            self._kernel[(self.num_programs,)](*arguments, **self._constants)
+            self._kernel[(num_programs,)](*arguments, **self._constants)
+
+    def alignment(self, index: int) -> int:
+        """Return the bytes of which the compiled kernel takes an argument's address to be a multiple."""
+        params = getattr(self._kernel, "params", ())
+        is_free = len(params) > index and params[index].do_not_specialize_on_alignment
+        return 1 if is_free else ALIGNMENT
 
     def compile(self) -> bool:
         """Compile the kernel for the current device. Return whether run_compiled can launch it."""
-        if self._run is not None or not self.num_programs:
+        if self._run is not None or self.num_programs == 0:
             return True
         if not isinstance(self._kernel, JITFunction):
             return False  # interpreted, or recorded by a test
         arguments = [value.example if isinstance(value, Slot) else value for value in self._arguments]
-        compiled = self._kernel.warmup(*arguments, grid=(self.num_programs,), **self._constants)
+        compiled = self._kernel.warmup(*arguments, grid=(self.num_programs or 1,), **self._constants)
         if is_rocm():
             # For a tensor in storage of over 2 GiB Triton compiles another kernel than for a Slot's example.
             return False
@@ -97,15 +104,21 @@ class Launch:
         addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
         names = self._kernel.arg_names[len(arguments) :]
         self._bound = [*addresses, *(self._constants[name] for name in names)]
-        self._run = compiled[self.num_programs, 1, 1]
+        self._run = compiled.run  # loads the kernel
+        # The last three are None as without hooks that see launches.
+        self._of_kernel = compiled.function, compiled.packed_metadata, None, None, None
         return True
 
-    def run_compiled(self, values: dict[str, Any]) -> None:
-        """Launch the compiled kernel. values: of the slots, by name, with addresses for tensors."""
+    def run_compiled(self, values: dict[str, Any], stream: int) -> None:
+        """Launch the compiled kernel on a stream, as Triton's own launch does after its look-up.
+
+        values: of the slots, by name, with addresses for tensors.
+        """
         assert self._run is not None
+        bound = self._bound
         for index, slot in self.slots:
-            self._bound[index] = values[slot.name]
-        self._run(*self._bound)
+            bound[index] = values[slot.name]
+        self._run(values.get("num_programs", self.num_programs), 1, 1, stream, *self._of_kernel, *bound)
 
 
 class Stage:
@@ -116,10 +129,14 @@ class Stage:
 
     def __init__(self, launches: Iterable[Launch], device: torch.device):
         self._device = device
-        self._launches = [launch for launch in launches if launch.num_programs]
+        self._launches = [launch for launch in launches if launch.num_programs != 0]
         self._is_compiled = False
-        examples = {slot.name: slot.example for launch in self._launches for _, slot in launch.slots}
-        self._dtypes = {name: each.dtype for name, each in examples.items() if isinstance(each, torch.Tensor)}
+        self._tensors = {
+            slot.name: (slot.example.dtype, launch.alignment(index))
+            for launch in self._launches
+            for index, slot in launch.slots
+            if isinstance(slot.example, torch.Tensor)
+        }
         if has_streams(device):
             self.compile(device)
 
@@ -131,37 +148,34 @@ class Stage:
 
     def __call__(self, **values: torch.Tensor | float) -> None:
         """Launch on the current stream. values: of the slots, by name."""
-        with launching_on(self._device):
-            raw = self._raw(values) if self._is_compiled else None
+        raw = self._raw(values) if self._is_compiled and is_current(self._device) else None
+        if raw is not None:
+            stream = current_stream()
             for launch in self._launches:
-                if raw is None:
-                    launch(**values)
-                else:
-                    launch.run_compiled(raw)
+                launch.run_compiled(raw, stream)
+            return
+        with launching_on(self._device):
+            for launch in self._launches:
+                launch(**values)
 
     def _raw(self, values: dict[str, Any]) -> dict[str, Any] | None:
         """Return the values with addresses for tensors; None if the compiled kernels can't take them."""
-        if _is_observed():
-            _note_slow_launches("a profiler's hooks see every launch")
-            return None
+        runtime = triton.knobs.runtime
+        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+            if getattr(hook, "calls", hook):
+                _note_slow_launches("a profiler's hooks see every launch")
+                return None
         raw = values.copy()
-        for name, dtype in self._dtypes.items():
+        for name, (dtype, alignment) in self._tensors.items():
             tensor = values[name]
             raw[name] = address = tensor.data_ptr()
-            if address % ALIGNMENT or tensor.dtype != dtype:
+            if address % alignment or tensor.dtype != dtype:
                 _note_slow_launches(
-                    f"a {name} in {tensor.dtype} begins {address % ALIGNMENT} bytes after "
-                    f"a multiple of {ALIGNMENT}"
+                    f"a {name} in {tensor.dtype} begins {address % alignment} bytes after "
+                    f"a multiple of {alignment}"
                 )
                 return None
         return raw
-
-
-def _is_observed() -> bool:
-    """Return whether a profiler has installed hooks for launches, which Triton's own launch calls."""
-    runtime = triton.knobs.runtime
-    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 @functools.cache  # one line per reason and process

@@ -22,6 +22,7 @@ CHUNK = 1 << 20
 SINGLE_NUMEL = 1 << 13
 
 
+@torch.no_grad()
 def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0, overwrite: bool = False) -> None:
     """Write scale · src to out, rounded once to out's dtype.
 

@@ -35,8 +35,8 @@ _of_thread = threading.local()
 
 def _scratch(shape: torch.Size, dtype: torch.dtype, name: str = "decoded") -> Tensor:
     """Return this thread's scratch buffer of a name and dtype. It grows to the size of the largest chunk."""
-    buffers, numel = _of_thread.__dict__, shape.numel()
-    buffer = buffers.get((name, dtype))
+    buffers: dict[Any, Tensor] = _of_thread.__dict__
+    buffer, numel = buffers.get((name, dtype)), shape.numel()
     if buffer is None or buffer.numel() < numel:
         buffer = buffers[name, dtype] = torch.empty(numel, dtype=dtype, device="cpu")
     return buffer[:numel].view(shape)
