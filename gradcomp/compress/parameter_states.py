@@ -17,6 +17,7 @@ compressor works on a copy of the bucket in the key's order.
 import ctypes
 import hashlib
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from gradcomp.device import has_streams
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.pipeline import Stages
 from ..comm.streams import side_stream
+from .agreement import Place
 from .compressor import BucketSpec, Compressor, State
 from .parameter_keys import ParameterKeys, Shape, draw_of
 
@@ -91,6 +93,21 @@ class Bucket:
         """Return the seed for the bucket's random choices in a step, the same on every rank."""
         return (random_seed * 1_000_003 + step * 8_191) % 2**62 + self.draw
 
+    def spec(self, bucket: dist.GradBucket, place: Place, seed: int = 0) -> BucketSpec:
+        """Return what a compressor of the bucket is made for."""
+        return BucketSpec(
+            tuple(self.shapes),
+            self.dtype,
+            bucket.buffer().device,
+            seed=seed,
+            is_shard=isinstance(bucket, ShardBucket),
+            draws=tuple(draw_of([key]) - self.draw for key in self.keys),
+            world_size=place.size,
+            ranks_per_node=place.ranks_per_node,
+            place=place.place,
+            has_delay=place.has_delay,
+        )
+
     @property
     def numels(self) -> list[int]:
         """The number of elements of each parameter."""
@@ -120,7 +137,7 @@ class Bucket:
             return False
         if self.order is not None:
             parameters = self.ordered(parameters)
-        if any(ref() is not each for ref, each in zip(self.parameters, parameters, strict=True)):
+        if not all(map(operator.is_, [ref() for ref in self.parameters], parameters)):
             return False
         # A real parameter has its gradient's shape. real_shape also handles complex ones, but takes longer.
         shapes: list[Shape] = [parameter.shape for parameter in parameters]
@@ -136,7 +153,7 @@ class Bucket:
         """
         if not isinstance(bucket, dist.GradBucket):
             return []
-        parameters = self.ordered(bucket.parameters())
+        parameters = bucket.parameters() if self.order is None else self.ordered(bucket.parameters())
         return [i for i, parameter in enumerate(parameters) if parameter.grad is None]
 
     # --- the compressor ---

@@ -36,8 +36,7 @@ from ..comm.torch_private import current_graph_task_id, queue_callback
 from ..rules import described
 from .agreement import Place, agree
 from .announcement import LONG_START, UNCLAIMED, announce_phase, announce_start, warn_of_keys
-from .compressor import BucketSpec, Compressor
-from .parameter_keys import draw_of
+from .compressor import Compressor
 from .parameter_states import Bucket
 from .saved_state import SavedState, warn_of_another_ranks_errors
 from .settings import Settings, option, setting
@@ -232,7 +231,7 @@ class CompressorState(SavedState):
             own.is_warmed_up = True
             for later in phase.warms_up:  # while this step's collectives are in progress
                 assert later.compressor is not None
-                later.compressor.warm_up(self._spec(bucket, later, own, seed=0), later.options)
+                later.compressor.warm_up(own.spec(bucket, self._place_in(later)), later.options)
         if bucket.is_last():
             self.end_step()
         return future
@@ -281,26 +280,13 @@ class CompressorState(SavedState):
         """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
         assert phase.compressor is not None
         seed = own.seed(self._settings.random_seed, self._steps.num)
-        spec = self._spec(bucket, phase, own, seed)
+        spec = own.spec(bucket, self._place_in(phase), seed)
         lost = self._states.make_compressor(own, phase.compressor, spec)
         warn_of_keys(self, "the checkpoint has other shapes of %s, whose errors start at zero", lost)
         own.made_for = (phase.compressor, spec.device, phase.is_flat)
 
-    def _spec(self, bucket: dist.GradBucket, phase: Phase, own: Bucket, seed: int) -> BucketSpec:
-        """Return what a compressor of the phase is made for."""
-        place = replace(self._place, ranks_per_node=1, place=0) if phase.is_flat else self._place
-        return BucketSpec(
-            tuple(own.shapes),
-            own.dtype,
-            bucket.buffer().device,
-            seed=seed,
-            is_shard=isinstance(bucket, ShardBucket),
-            draws=tuple(draw_of([key]) - own.draw for key in own.keys),
-            world_size=place.size,
-            ranks_per_node=place.ranks_per_node,
-            place=place.place,
-            has_delay=place.has_delay,
-        )
+    def _place_in(self, phase: Phase) -> Place:
+        return replace(self._place, ranks_per_node=1, place=0) if phase.is_flat else self._place
 
     def _compare(
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
