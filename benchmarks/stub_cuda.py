@@ -68,6 +68,7 @@ def install(architecture: int = 90) -> None:
         "has_streams": lambda device: True,
         "runs_triton": lambda device: True,
         "pinned": lambda host, device: host,
+        "has_backend": lambda group, name: name == "cuda:nccl",
     }
     for name, module in list(sys.modules.items()):
         if name.startswith("gradcomp."):

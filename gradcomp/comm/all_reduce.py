@@ -1,12 +1,13 @@
 """One all-reduce per bucket, between compressing and decompressing it.
 
-On a CPU without a delay the hook compresses, starts the all-reduce and returns. gloo's thread decompresses,
-beside backward:
+The hook compresses, starts the all-reduce and returns. A callback of its future decompresses, beside
+backward: on a thread of gloo's, or on a stream of torch's, which waits for NCCL.
 
     hook: compress, start the all-reduce, return      backward goes on
-    communication thread: all-reduce, decompress, complete the future
+    callback: all-reduce, decompress, complete the future
 
-On CUDA, and where ranks exchange messages (exchange.py), these are stages of a pipeline; see pipeline.py.
+Over a delay, where ranks exchange messages (exchange.py), for CUDA tensors on gloo, whose futures know no
+streams, and while compressed buckets are under way, these are stages of a pipeline; see pipeline.py.
 """
 
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from gradcomp.device import has_streams
 from .bucket import as_real
 from .exchange import MIN_DELAY_S, all_reduce, round_trip_s
 from .pipeline import Pipeline, Stages, average_in_stages
-from .process_group import ExplainedError, Explaining, backends_of
-from .streams import Future
+from .process_group import ExplainedError, Explaining, backends_of, has_backend
+from .streams import Future, require_no_capture
 
 
 def all_reduce_compressed(
@@ -56,9 +57,14 @@ def all_reduce_compressed(
         release()
         return buffer
 
-    # A delay is known where ranks exchange messages only.
-    if on_streams or round_trip_s(buffer, group) >= MIN_DELAY_S:
+    if on_streams:
+        in_future = has_backend(group, "cuda:nccl") and (pipeline is None or pipeline.is_idle)
+    else:  # a delay is known where ranks exchange messages only
+        in_future = round_trip_s(buffer, group) < MIN_DELAY_S
+    if not in_future:
         return average_in_stages(bucket, stages(), operation, pipeline)
+    if on_streams:
+        require_no_capture("gradients can't be averaged", buffer.device)
     wire, release = compress()
 
     def finish(future: Future) -> torch.Tensor:
@@ -123,8 +129,7 @@ def _value_of(future: Any, operation: Explaining) -> Any:
 
 def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Explaining) -> dist.Work:
     try:
-        work: dist.Work = dist.all_reduce(wire, group=group, async_op=True)
-        return work
+        return group.allreduce([as_real(wire)])
     except (RuntimeError, TypeError, ValueError) as error:
         # gloo's own errors name its source files.
         if isinstance(error, dist.DistError) or "/gloo/" in str(error):

@@ -300,6 +300,10 @@ class KeptBuffers(Generic[Kept]):
 _wires: KeptBuffers[torch.Tensor] = KeptBuffers()
 
 
+def _no_op() -> None:
+    pass
+
+
 def take_wire(
     bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -308,9 +312,10 @@ def take_wire(
     On a CPU new memory costs a page fault per 4 KiB, so the call keeps the buffer for the bucket's next step.
     On CUDA torch's caching allocator keeps it, for the stream that is current here.
     """
-    buffer, parameters = bucket.buffer(), bucket.parameters()
+    buffer = bucket.buffer()
     if has_streams(buffer.device):
-        return torch.empty(buffer.numel(), dtype=dtype, device=buffer.device), lambda: None
+        return torch.empty(buffer.numel(), dtype=dtype, device=buffer.device), _no_op
+    parameters = bucket.parameters()  # torch makes a list of them in every call
     key = (buffer.numel(), buffer.device)
     wire = _wires.take(parameters, hook_name, key)
     if wire is None:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from gradcomp import ops
 
 from ..rules import described
-from .process_group import Explaining, backends_of, kept_of
+from .process_group import Explaining, has_backend, kept_of
 
 if TYPE_CHECKING:
     from .nodes import Nodes
@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 # Collectives that are under way.
 Works = Generator[dist.Work | None, None, None]
 
-# all_gather_single is torch 2.13's name.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# The names of a group's collectives since torch 2.13, and before.
+_OF_GROUP = ("all_to_all_single", "all_gather_single")
+if not hasattr(dist.ProcessGroup, _OF_GROUP[0]):
+    _OF_GROUP = ("alltoall_base", "_allgather_base")
 
 # The tags of these messages. They are large: a program's own messages on the group hardly have such tags.
 _FIRST_TAG, _NUM_TAGS = 2**30, 2**30
@@ -109,7 +111,7 @@ def all_reduce(
 
 
 def _own_all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor) -> Works:
-    yield dist.all_reduce(wire, group=group, async_op=True)
+    yield group.allreduce([wire])
     if out is not wire:
         ops.decompress_cast(wire, out=out)
 
@@ -139,7 +141,7 @@ class Gather:
         if self._messages is None:
             assert isinstance(self._received, torch.Tensor)
             gathered = self._received.view(-1)
-            work: dist.Work = _all_gather_single(gathered, sent, group=self._group, async_op=True)
+            work: dist.Work = getattr(self._group, _OF_GROUP[1])(gathered, sent)
             return work
         own = self._received[self._group.rank()]
         if own is not sent:
@@ -155,7 +157,7 @@ def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
     if takes_messages(sent, group):
         received[group.rank()].copy_(sent[group.rank()])
         return _Messages(received, group, kind=0).send(sent)
-    work: dist.Work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
+    work: dist.Work = getattr(group, _OF_GROUP[0])(received.view(-1), sent.view(-1), [], [])
     return work
 
 
@@ -172,7 +174,7 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
 
     On NCCL the sum is NCCL's. Elsewhere it is in fp32 (fp64), in the order of the ranks, and rounded once.
     """
-    if f"{sent.device.type}:nccl" in backends_of(group):
+    if has_backend(group, f"{sent.device.type}:nccl"):
         yield dist.reduce_scatter_tensor(own, sent.view(-1), group=group, async_op=True)
     else:
         received = torch.empty_like(sent)
@@ -207,10 +209,7 @@ def reduce_hierarchically(
 
 def takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Return whether the group's ranks exchange messages of such tensors: on gloo, on a CPU."""
-    kept = kept_of(group)
-    if "has gloo" not in kept:  # a group may have a backend for each type of device
-        kept["has gloo"] = "cpu:gloo" in backends_of(group)
-    return tensor.device.type == "cpu" and kept["has gloo"]
+    return tensor.device.type == "cpu" and has_backend(group, "cpu:gloo")
 
 
 class _Messages(dist.Work):

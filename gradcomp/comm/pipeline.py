@@ -141,6 +141,11 @@ class Pipeline:
         self._running: list[_Running] = []
         self._unfinished: set[_Running] = set()
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no bucket is under way."""
+        return not self._running
+
     def add(
         self, bucket: dist.GradBucket, stages: Stages, operation: Explaining, *, is_first: bool
     ) -> PipelinedFuture:
@@ -158,18 +163,21 @@ class Pipeline:
             # error leaves nothing. What was begun outside of any goes on.
             self.drop(lambda running: running.backward not in (-1, backward))
             self.finish()
-        if has_streams(device):
-            wait_for_current_stream(device)
-        future, earlier, self._running = PipelinedFuture(self, device), self._running, []
-        on_host = [each for each in earlier if not has_streams(each.device)]
-        on_streams = [each for each in earlier if has_streams(each.device)]
-        new = _Running(stages, operation, future, device, backward)
-        self._unfinished.add(new)
-        self._running = [*self._advance([new, *on_streams]), *on_host]
         # In a static graph's first step torch's DDP calls all hooks in a callback of the engine, at the end
         # of backward, and waits there for each bucket before it calls the next one's hook.
         is_torchs = isinstance(bucket, dist.GradBucket)
-        if bucket.is_last() or (is_torchs and backward != -1 and not current_autograd_node()):
+        ends = bucket.is_last() or (is_torchs and backward != -1 and not current_autograd_node())
+        if is_on_streams := has_streams(device):
+            wait_for_current_stream(device)
+        future, earlier, self._running = PipelinedFuture(self, device), self._running, []
+        new = _Running(stages, operation, future, device, backward)
+        self._unfinished.add(new)
+        go_on, stay = [new], earlier
+        if earlier:
+            go_on += [each for each in earlier if has_streams(each.device)]
+            stay = [each for each in earlier if not has_streams(each.device)]
+        self._running = self._advance(go_on, -1 if ends and is_on_streams else 1) + stay
+        if ends:
             self.finish()
         elif self._running and not earlier and backward != -1:
             # The last bucket may go to another hook. This runs before DDP waits for futures.
@@ -182,12 +190,13 @@ class Pipeline:
 
         num_stages: the number of stages to run; -1 for all.
         """
-        while self._running and num_stages:
-            num_stages -= 1
-            running, self._running = self._running, []
-            on_streams = [each for each in running if has_streams(each.device)]
-            on_host = [each for each in reversed(running) if not has_streams(each.device)]
-            self._running = [*self._advance(on_streams), *reversed(self._advance(on_host))]
+        if not self._running:
+            return
+        running, self._running = self._running, []
+        on_streams = [each for each in running if has_streams(each.device)]
+        on_host = [each for each in reversed(running) if not has_streams(each.device)]
+        left = self._advance(on_streams, num_stages)
+        self._running = left + self._advance(on_host, num_stages)[::-1]
 
     def drop(self, is_left: Callable[[_Running], bool]) -> None:
         """Give up the buckets under way that is_left chooses, after an error elsewhere."""
@@ -203,35 +212,36 @@ class Pipeline:
         elif any(running.backward == backward for running in self._running):
             self.finish()
 
-    def _advance(self, buckets: Sequence[_Running]) -> list[_Running]:
-        """Run the next stage of each bucket, on side streams. Returns the buckets that have more stages."""
+    def _advance(self, buckets: Sequence[_Running], num_stages: int) -> list[_Running]:
+        """Run stages of the buckets in turn, on side streams. Returns the buckets that have more stages."""
         found: list[_Running] = []
         for device, each in groupby(buckets, attrgetter("device")):
-            step = partial(self._step, list(each))
-            found += on_side_stream(device, step) if has_streams(device) else step()
+            found += on_side_stream(device, partial(self._step, [*each], num_stages))
         return found
 
-    def _step(self, buckets: Sequence[_Running]) -> list[_Running]:
-        """Run the next stage of each bucket, the last of which completes its future. Returns the others.
+    def _step(self, buckets: list[_Running], num_stages: int) -> list[_Running]:
+        """Run stages of each bucket, the last of which completes its future. Returns those with more.
 
         After an error, which is explained, no bucket under way is averaged, and their futures hold the error.
         """
-        left = []
-        for bucket in buckets:
-            work, bucket.work = bucket.work, None
-            try:
-                bucket.work = _next(bucket.stages, work)
-                left.append(bucket)
-            except StopIteration as end:
-                self._unfinished.discard(bucket)
-                bucket.future.set_result(end.value)
-            except Exception as error:
-                explained = bucket.operation.explained(error)
-                self._give_up([*self._unfinished], explained)  # type: ignore[arg-type]
-                if explained is error:
-                    raise
-                raise explained from error
-        return left
+        while buckets and num_stages:
+            num_stages, left = num_stages - 1, []
+            for bucket in buckets:
+                work, bucket.work = bucket.work, None
+                try:
+                    bucket.work = _next(bucket.stages, work)
+                    left.append(bucket)
+                except StopIteration as end:
+                    self._unfinished.discard(bucket)
+                    bucket.future.set_result(end.value)
+                except Exception as error:
+                    explained = bucket.operation.explained(error)
+                    self._give_up([*self._unfinished], explained)  # type: ignore[arg-type]
+                    if explained is error:
+                        raise
+                    raise explained from error
+            buckets = left
+        return buckets
 
     def _give_up(self, buckets: Iterable[_Running], error: Exception) -> None:
         for each in buckets:

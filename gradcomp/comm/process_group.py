@@ -105,6 +105,15 @@ def backends_of(group: dist.ProcessGroup) -> list[str]:
     return [f"{kind}:{backend.name()}" for kind, backend in torch_private.backends_of(group).items()]
 
 
+def has_backend(group: dist.ProcessGroup, name: str) -> bool:
+    """Return whether a group has this back end for a type of device, such as "cpu:gloo"."""
+    kept = kept_of(group)
+    if name not in kept:
+        kept[name] = name in backends_of(group)
+    found: bool = kept[name]
+    return found
+
+
 def _is_unnamed(group: dist.ProcessGroup) -> bool:
     """Return whether the group is a plain one, with a back end, that torch.distributed hasn't made."""
     is_plain = type(group) is dist.ProcessGroup and bool(torch_private.backends_of(group))

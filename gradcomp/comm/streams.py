@@ -8,14 +8,15 @@ Everything is enqueued by the threads that call hooks, bucket after bucket, with
 for backends that work on the host, such as gloo). On a CPU there are no streams: work runs at once.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-from gradcomp.device import has_streams
+from gradcomp.device import has_streams, is_current
 
 T = TypeVar("T")
 Future = torch.futures.Future[torch.Tensor]
@@ -53,23 +54,53 @@ def wait_for_current_stream(device: torch.device) -> None:
     Raises RuntimeError if the current stream is captured in a CUDA graph.
     """
     require_no_capture("gradients can't be averaged", device)
-    side_stream(device).wait_stream(torch.cuda.current_stream(device))
+    side, events = side_stream(device), cast(dict[Any, torch.cuda.Event], _of_thread.__dict__)
+    event = events.get(side)
+    if event is None:
+        event = events[side] = torch.cuda.Event()
+    # Recorded again: what has waited for it keeps waiting for the earlier record.
+    event.record(_current_stream(side.device_index))
+    event.wait(side)
+
+
+_of_thread = threading.local()  # has an event by side stream: another thread's record would be waited for
+# torch.cuda's functions around torch's private ones take several times as long, and make a Stream each time.
+_ids_of_current = getattr(torch._C, "_cuda_getCurrentStream", None)
+_set_stream = getattr(torch._C, "_cuda_setStream", None)
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def _current_stream(index: int) -> torch.cuda.Stream:
+    """Return the current stream of the device with this index."""
+    if _ids_of_current is None:
+        return torch.cuda.current_stream(index)
+    ids = _ids_of_current(index)
+    if (stream := _streams.get(ids)) is None:
+        stream_id, _, kind = ids
+        stream = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
+        _streams[ids] = stream
+    return stream
 
 
 def on_side_stream(device: torch.device, function: Callable[[], T]) -> T:
     """Run a function while the device's side stream is the current one. On a CPU, just run it."""
     if not has_streams(device):
         return function()
-    stream, current = side_stream(device), torch.cuda.current_stream(device)
-    if current.device_index != torch.cuda.current_device():
+    stream = side_stream(device)
+    if not is_current(device) or _set_stream is None:
         with torch.cuda.stream(stream):  # which switches devices, too
             return function()
-    # torch.cuda.stream does this in twice the time.
-    torch.cuda.set_stream(stream)
+    before = _current_stream(stream.device_index)
+    _set(stream)
     try:
         return function()
     finally:
-        torch.cuda.set_stream(current)
+        _set(before)
+
+
+def _set(stream: torch.cuda.Stream) -> None:
+    assert _set_stream is not None
+    _set_stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def completed(device: torch.device, result: torch.Tensor) -> Future:

@@ -14,6 +14,7 @@ and written.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import stub_cuda
 
 Clock = dict[str, int]  # by stream
+_CALLBACKS = itertools.count(100)  # streams of futures' callbacks
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ class TracedWork:
 
     def __init__(self, trace: Trace, stream: str, tensors: Any):
         self._trace, self._clock, self._tensors = trace, trace.clock(stream).copy(), tensors
+        self._stream = stream
 
     def wait(self, timeout: Any = None) -> bool:
         self._trace.wait(self._clock)
@@ -210,18 +213,27 @@ class TracedWork:
         return True
 
     def get_future(self) -> Any:
-        """Return a future like NCCL's: its callbacks run on a stream that waits for the collective."""
-        clock = self._clock
+        """Return a future like NCCL's: a callback runs on a stream of its own that waits for the collective.
+
+        The future keeps the tensors, and the allocator waits for NCCL's stream and the callback's.
+        """
+        trace, clock, nccl = self._trace, self._clock, self._stream
+        tensors: Any = tensors_in(self._tensors)
 
         class Future(torch.futures.Future):  # type: ignore[type-arg]
             def then(self, callback: Callable[[Any], Any]) -> Any:
-                chained: Any = torch.futures.Future()
-                chained.set_result(callback(self))
-                chained.clock = clock
+                own = torch.cuda.Stream(stream_id=next(_CALLBACKS))
+                for tensor in tensors:
+                    tensor.record_stream(own)
+                    trace.block(tensor, nccl).recorded.add(nccl)
+                trace.wait(clock, f"stream {own.cuda_stream}")
+                with torch.cuda.stream(own):
+                    chained: Any = torch.futures.Future()
+                    chained.set_result(callback(self))
                 return chained
 
         future: Any = Future()
-        future.set_result(tensors_in(self._tensors))
+        future.set_result(tensors)
         future.clock = clock
         return future
 
@@ -298,21 +310,32 @@ def _trace_kernels(trace: Trace) -> None:
 def _trace_collectives(trace: Trace) -> None:
     from gradcomp.comm import exchange
 
+    def on_nccls_stream(name: str, tensors: Any, group: Any) -> TracedWork:
+        stream = f"NCCL's stream of group {id(group)}"
+        trace.wait(trace.clock().copy(), stream)
+        trace.enqueue(name, [(tensor, True) for tensor in tensors_in(tensors)], stream)
+        return TracedWork(trace, stream, tensors)
+
     def traced_collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*tensors: Any, group: Any = None, async_op: bool = False, **named: Any) -> Any:
-            written = [(tensor, True) for tensor in tensors_in(tensors)]
             with trace.paused():
                 function(*tensors, group=group, **named)
-            if not async_op:  # NCCL then works on the current stream
-                trace.enqueue(name, written)
-                return None
-            stream = f"NCCL's stream of group {id(group or dist.group.WORLD)}"
-            trace.wait(trace.clock().copy(), stream)
-            trace.enqueue(name, written, stream)
-            return TracedWork(trace, stream, tensors)
+            if async_op:
+                return on_nccls_stream(name, tensors, group or dist.group.WORLD)
+            # NCCL then works on the current stream.
+            return trace.enqueue(name, [(tensor, True) for tensor in tensors_in(tensors)])
 
         return traced
 
-    for name in ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "broadcast"):
+    def traced_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(group: Any, *tensors: Any) -> Any:
+            work = method(group, *tensors)
+            return work if trace.is_paused else on_nccls_stream(name, tensors, group)
+
+        return traced
+
+    for name in ("all_reduce", "reduce_scatter_tensor", "broadcast"):
         setattr(dist, name, traced_collective(name, getattr(dist, name)))
-    exchange._all_gather_single = traced_collective("all_gather", exchange._all_gather_single)
+    of_group = "allreduce", *exchange._OF_GROUP
+    for name, method in zip(("all_reduce", "all_to_all_single", "all_gather"), of_group, strict=True):
+        setattr(dist.ProcessGroup, method, traced_method(name, getattr(dist.ProcessGroup, method)))

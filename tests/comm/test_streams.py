@@ -16,6 +16,7 @@ from benchmarks import stub_cuda
 
 stub_cuda.install()
 import torch
+import gradcomp.device
 from gradcomp.comm.streams import on_side_stream, side_stream
 
 device = torch.device("cuda", 0)
@@ -33,7 +34,7 @@ def fails():
 
 found["before"] = current()
 for index in (0, 1):
-    torch.cuda.current_device = lambda: index
+    gradcomp.device._current_device = lambda: index
     found[f"during {index}"] = on_side_stream(device, current)
     found[f"after {index}"] = current()
     try:

@@ -275,11 +275,11 @@ def impatient_hook(_: object, bucket: GradBucket) -> Any:
 
 def mistakes() -> Iterator[tuple[str, list[str]]]:
     """Yield each planted mistake, and what the trace says of it."""
-    fp16 = default_hooks.fp16_compress_hook
+    in_codes = quantization_hook, QuantizationState(bits=4)
     with planted(pipeline, "wait_for_current_stream", lambda device: None):
-        yield "gradients are not waited for", problems(as_ddp, fp16, None)
+        yield "gradients are not waited for", problems(as_ddp, *in_codes)
     with planted(TracedWork, "wait", lambda self, timeout=None: True):
-        yield "collectives are not waited for", problems(as_ddp, fp16, None)
+        yield "collectives are not waited for", problems(as_ddp, *in_codes)
     complete = pipeline.PipelinedFuture.set_result
 
     def completed_elsewhere(future: Any, result: Any) -> None:
@@ -287,13 +287,14 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
         future.clock = {}  # as if recorded on a stream that has nothing to do
 
     with planted(pipeline.PipelinedFuture, "set_result", completed_elsewhere):
-        yield "futures are completed on another stream", problems(as_ddp, fp16, None)
+        yield "futures are completed on another stream", problems(as_ddp, *in_codes)
     shared = powersgd_plan.take_scratch(torch.device("cpu"), None)
     with planted(powersgd_plan, "take_scratch", lambda device, last: shared):
         found = problems(as_ddp, powerSGD_hook.powerSGD_hook, state_of_powersgd())
         yield "buckets under way share a scratch", found
     with planted(torch.Tensor, "record_stream", lambda tensor, stream: None):
-        yield "FSDP2 frees its output too early", problems(as_fsdp, None, None)
+        found = problems(as_fsdp, quantization_hook, QuantizationState(bits=4, start_iter=1))
+        yield "FSDP2 frees its output too early", found
     with planted(Averager, "_average", lambda sums, bucket: sums._state.average("", bucket)):
         found = problems(as_fsdp_shards, None, QuantizationState(bits=4))
         yield "FSDP2 goes on before a shard is summed", found

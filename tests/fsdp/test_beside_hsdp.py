@@ -108,14 +108,14 @@ def elements_between_replicas(rank):
     has_delay(torch.zeros(1), grid.replicas)  # the first average agrees on it
     model, sizes = sharded(grid.shards), []
     compress_replicas(model, grid.replicas)
-    all_reduce = dist.all_reduce
+    all_reduce = dist.ProcessGroup.allreduce
 
-    def counting(tensor, *arguments, **options):
-        if options.get("group") is grid.replicas:
-            sizes.append(tensor.numel())
-        return all_reduce(tensor, *arguments, **options)
+    def counting(group, tensors, *arguments):
+        if group is grid.replicas:
+            sizes.append(tensors[0].numel())
+        return all_reduce(group, tensors, *arguments)
 
-    dist.all_reduce = counting
+    dist.ProcessGroup.allreduce = counting
     step(model, rank, 0)
     used = [each for each in model.parameters() if each.grad is not None]
     return sizes, [-(-each.shape[0] // 2) * each.shape[1:].numel() for each in used]

@@ -170,14 +170,14 @@ def counted_sums():
     """Count sums over the ranks without a delay: yield the number of elements of each."""
     counted = []
 
-    def noting(function):
-        return lambda tensor, *rest, **options: (
-            counted.append(tensor.numel()),
-            function(tensor, *rest, **options),
-        )[1]
+    def noting(function, numel_of):
+        return lambda *arguments: (counted.append(numel_of(*arguments)), function(*arguments))[1]
 
+    of_group, of_one = dist.ProcessGroup.allreduce, exchange._in_one_exchange
+    all_reduce = noting(of_group, lambda group, tensors, *_: tensors[0].numel())
+    in_one = noting(of_one, lambda wire, *_: wire.numel())
     with (
-        mock.patch.object(dist, "all_reduce", noting(dist.all_reduce)),
-        mock.patch.object(exchange, "_in_one_exchange", noting(exchange._in_one_exchange)),
+        mock.patch.object(dist.ProcessGroup, "allreduce", all_reduce),
+        mock.patch.object(exchange, "_in_one_exchange", in_one),
     ):
         yield counted
