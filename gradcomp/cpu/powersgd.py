@@ -80,7 +80,7 @@ class MatrixGroup:
 
     matrices: the matrices' positions in the bucket.
     p [k, rows, r], qt [k, r, cols]: the factors, in the wide dtype (fp32 or fp64), kept from step to step.
-        back_project sets p to SHRINK · P. reconstruct expects qt = shrunk · Q, and sets p to P / shrunk.
+        From back_project on p is P / shrunk. reconstruct expects qt = shrunk · Q.
     scratch: a buffer for one matrix in the wide dtype, empty if none is needed (see PowerSGDPlan).
     dtype: the bucket's dtype.
     keep_error: True with error feedback.
@@ -104,8 +104,7 @@ class MatrixGroup:
         shrunk: float,
     ):
         (k, rows, rank), cols, numel = p.shape, qt.shape[2], matrices[0].numel
-        self.p, self.qt, self._shape = p, qt, (-1, rows, cols)
-        self._shrunk, self._is_p_shrunk = shrunk, False
+        self.p, self.qt, self._shape, self._shrunk = p, qt, (-1, rows, cols), shrunk
         wide, device = p.dtype, p.device
         self._is_wide, self._is_complete = dtype == wide, numel == rows * cols
         # Whether the arithmetic can be on views of the bucket.
@@ -177,9 +176,8 @@ class MatrixGroup:
             torch.bmm(blocks, repeated.mT, out=row_blocks(self.p[which]))
 
     def back_project(self, buffer: torch.Tensor) -> None:
-        """Set p to SHRINK · P, and compute qt = SHRINK · Pᵀ M."""
+        """Compute qt = SHRINK · Pᵀ M, and set p to P / shrunk."""
         self.p.mul_(SHRINK)
-        self._is_p_shrunk = True
         # In reverse: a cache still holds project's last chunk, and will hold the first chunk in reconstruct.
         for chunk, runs in reversed(self._chunks):
             for which, matrix in self._matrices(buffer, chunk, runs):
@@ -190,12 +188,10 @@ class MatrixGroup:
                     partial = self._partial[: len(blocks)]
                     torch.bmm(row_blocks(self.p[which]).mT, blocks, out=partial)
                     torch.sum(partial.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
+        self.p.mul_(1 / (SHRINK * self._shrunk))
 
     def reconstruct(self, buffer: torch.Tensor) -> None:
         """Compute gradient = P Qᵀ, and error = M − P Qᵀ in place of M, now or later in settle or project."""
-        if self._is_p_shrunk:  # False if the stage is repeated, as in benchmarks
-            self.p.mul_(1 / (SHRINK * self._shrunk))
-            self._is_p_shrunk = False
         is_deferred = self._is_viewed and self.p.shape[-1] <= MAX_DEFERRED_TERMS
         self._is_unsettled = is_deferred and self.memory is not None
         for run in self.runs:
@@ -329,9 +325,8 @@ class PowerSGDPlan:
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire that holds P of the matrix with this index."""
-        start = sum(matrix.rows * matrix.rank for matrix in self.layout.matrices[:index])
-        matrix = self.layout.matrices[index]
-        return self.p_wire[start : start + matrix.rows * matrix.rank]
+        numels = self.layout.p_numels
+        return self.p_wire[sum(numels[:index]) :][: numels[index]]
 
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
         """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors).
