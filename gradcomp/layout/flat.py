@@ -25,11 +25,6 @@ class FlatLayout:
         self.shapes = tuple(tuple(shape) for shape in shapes)
         given = map(_row_major, self.shapes) if strides is None else strides
         self.strides = tuple(tuple(each) for each in given)
-        # Without gaps; strides of dimensions of length 1 don't matter.
-        self.are_row_major = tuple(
-            all(length == 1 or each == expected for length, each, expected in zip(*row, strict=True))
-            for row in zip(self.shapes, self.strides, map(_row_major, self.shapes), strict=True)
-        )
         self.numels = tuple(math.prod(shape) for shape in self.shapes)
         *offsets, self.numel = accumulate(self.numels, initial=0)
         self.offsets = tuple(offsets)
