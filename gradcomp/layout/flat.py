@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -179,5 +178,5 @@ class PowerSGDLayout:
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides that torch gives a contiguous tensor of this shape."""
-    steps = accumulate(reversed([max(length, 1) for length in shape[1:]]), operator.mul, initial=1)
-    return tuple(reversed(list(steps)))[len(shape) == 0 :]
+    lengths = [max(length, 1) for length in shape]
+    return tuple(math.prod(lengths[dim + 1 :]) for dim in range(len(shape)))
