@@ -6,7 +6,6 @@ To support another kind of device, begin here. For hooks on streams see comm/str
 import functools
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -48,13 +47,6 @@ def require_kernels_for(device: torch.device) -> None:
             f"gradcomp has no kernels for {device}, an AMD GPU of architecture {architecture}: they are "
             f"compiled for {', '.join(AMD_ARCHITECTURES)}. On this GPU use torch's own DDP and its hooks"
         )
-
-
-def accepted_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a launch that the back end takes. On ROCm Triton raises KeyError for maxnreg."""
-    if is_rocm():
-        return {name: value for name, value in options.items() if name != "maxnreg"}
-    return options
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -164,11 +164,10 @@ class PartsCopy:
     def __init__(self, parts: Sequence[tuple[slice, slice]], device: torch.device):
         self._parts, self._tables = parts, None
         if runs_triton(device):
-            step = BLOCK
             tiles = [
-                (0, source.start + start, target.start + start, min(step, source.stop - source.start - start))
+                (0, start, start + target.start - source.start, min(BLOCK, source.stop - start))
                 for source, target in parts
-                for start in range(0, source.stop - source.start, step)
+                for start in range(source.start, source.stop, BLOCK)
             ]
             self._tables = flatten_kernel.FlattenTables(tiles, 1, device)
 
@@ -187,8 +186,9 @@ def _in_order(index: int, tensor: torch.Tensor, layout: FlatLayout, copy: bool =
     index: the tensor's position in the layout.
     copy: False for an uninitialized tensor in place of a copy.
     """
-    strides = layout.strides[index]
-    if tensor.stride() == strides or (layout.are_row_major[index] and tensor.is_contiguous()):
+    own, strides = tensor.stride(), layout.strides[index]
+    # Strides of dimensions of length 1 don't matter.
+    if own == strides or all(n == 1 or a == b for n, a, b in zip(tensor.shape, own, strides, strict=True)):
         return tensor
     ordered = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return ordered.copy_(tensor) if copy else ordered

@@ -17,7 +17,7 @@ import triton
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
-from ..device import accepted_options, current_stream, has_streams, is_current, is_rocm, launching_on
+from ..device import current_stream, has_streams, is_current, is_rocm, launching_on
 
 ALIGNMENT = 16  # bytes; pointers that are multiples of it are compiled to wider accesses
 MAX_REGISTERS = 255  # per thread
@@ -59,7 +59,9 @@ class Launch:
 
     def __init__(self, kernel: Any, num_programs: int | None, *arguments: Any, **constants: Any):
         self._kernel, self.num_programs = kernel, num_programs
-        self._arguments, self._constants = arguments, accepted_options(constants)
+        self._arguments, self._constants = arguments, constants
+        if is_rocm():
+            constants.pop("maxnreg", None)  # for which Triton raises KeyError there
         self.slots = [(i, value) for i, value in enumerate(arguments) if isinstance(value, Slot)]
         self._run: Callable[..., None] | None = None
         self._of_kernel: tuple[Any, ...] = ()

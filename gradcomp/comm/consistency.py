@@ -30,12 +30,7 @@ def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: st
 
     Without a store that other processes reach, nothing is required.
     """
-    if (found := common_store(group)) is None:
-        return
-    store, ranks = found
-    with Explaining.of(what, group):
-        missing = missing_ranks(call, f"{call}, which all ranks must call. {advice}", store, ranks, group)
-    if missing:
+    if missing := _missing_ranks(call, f"{call}, which all ranks must call. {advice}", what, group):
         raise ExplainedError(
             f"rank {group.rank()} of {group.size()} could not {what}: {_ranks(missing)} "
             f"{'have' if len(missing) > 1 else 'has'} not come to {call} "
@@ -43,7 +38,7 @@ def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: st
         )
 
 
-def common_store(group: dist.ProcessGroup) -> tuple[dist.Store, list[int]] | None:
+def _common_store(group: dist.ProcessGroup) -> tuple[dist.Store, list[int]] | None:
     """Return the default group's store, and the group's global ranks; None without a store of processes."""
     store = None if dist.group.WORLD is None else dist.group.WORLD.get_group_store()
     try:
@@ -52,40 +47,42 @@ def common_store(group: dist.ProcessGroup) -> tuple[dist.Store, list[int]] | Non
         return None
 
 
-def missing_ranks(
-    name: str, waits_for: str, store: dist.Store, ranks: Sequence[int], group: dist.ProcessGroup
-) -> list[int]:
+def _missing_ranks(name: str, waits_for: str, what: str, group: dist.ProcessGroup) -> list[int]:
     """Wait for all ranks of a group. Return the global ranks that have not come within its time-out.
 
-    If the store's time-out is shorter, that counts.
+    If the store's time-out is shorter, that counts. Without a store of processes, no rank is missing.
 
     name: the meeting's name, the same on all ranks.
     waits_for: the note for ranks that fail elsewhere meanwhile.
+    what: the purpose of the meeting, in words that follow "could not".
     """
-    if len(ranks) == 1:
+    found = _common_store(group)
+    if found is None or len(found[1]) == 1:
         return []
+    store, ranks = found
     # The number of meetings of the group's ranks, by the meeting's name.
     rank, counts = dist.get_rank(), kept_of(group).setdefault("num_meetings", Counter[str]())
     counts[name] += 1
     digest = hashlib.sha256(json.dumps([name, *ranks]).encode()).hexdigest()
     key = f"gradcomp/{digest}/{counts[name]}"
-    note = {"rank": rank, "ranks": list(ranks), "text": f"rank {rank} has come to {waits_for}"}
-    store.set(WAITING, json.dumps(note))
-    store.set(f"{key}/{rank}", "")
-    if store.add(key, 1) == len(ranks):
-        store.set(WAITING, json.dumps({**note, "ranks": []}))
-        store.set(f"{key}/all", "")
-    limit: timedelta = store.timeout  # type: ignore[attr-defined]  # the stubs lack it
-    try:
-        store.wait([f"{key}/all"], min(timeout_of(group) or limit, limit))
-    except RuntimeError:
-        missing = [each for each in ranks if not store.check([f"{key}/{each}"])]
+    note = {"rank": rank, "ranks": ranks, "text": f"rank {rank} has come to {waits_for}"}
+    with Explaining.of(what, group):
+        store.set(WAITING, json.dumps(note))
+        store.set(f"{key}/{rank}", "")
+        if store.add(key, 1) == len(ranks):
+            store.set(WAITING, json.dumps({**note, "ranks": []}))
+            store.set(f"{key}/all", "")
+        limit: timedelta = store.timeout  # type: ignore[attr-defined]  # the stubs lack it
+        try:
+            store.wait([f"{key}/all"], min(timeout_of(group) or limit, limit))
+            return []
+        except RuntimeError:
+            missing = [each for each in ranks if not store.check([f"{key}/{each}"])]
         if missing:  # this rank leaves, so that all ranks may still meet here
             counts[name] -= 1
             store.add(key, -1)
             store.delete_key(f"{key}/{rank}")
-        return missing
-    return []
+    return missing
 
 
 MESSAGE_BYTES = 1024
@@ -144,13 +141,12 @@ def require_same_group(whose: str, group: dist.ProcessGroup) -> None:
     alone, and fails when they do. The ranks meet in the store of the default group; without one that other
     processes reach, nothing is compared.
     """
-    if (found := common_store(group)) is None:
+    if (found := _common_store(group)) is None:
         return
     store, ranks = found
-    store.set(f"gradcomp/group of {dist.get_rank()}", json.dumps(ranks))
     with Explaining.of(f"compare {whose}", group):
-        missing = missing_ranks("group", f"the first step of {whose}", store, ranks, group)
-    if missing:
+        store.set(f"gradcomp/group of {dist.get_rank()}", json.dumps(ranks))
+    if missing := _missing_ranks("group", f"the first step of {whose}", f"compare {whose}", group):
         others = []
         for rank in missing:
             key = f"gradcomp/group of {rank}"

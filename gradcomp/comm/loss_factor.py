@@ -27,7 +27,7 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     count, otherwise float64, and on CUDA the host doesn't wait.
 
     Raises TypeError for anything but a real number, ValueError if it is negative or not finite; ValueError on
-    all other ranks, too, and on all ranks if the counts' mean is below 6e-309: the factor would be infinite.
+    all other ranks, too, and on all ranks if the counts' sum or the factor is infinite in fp64.
     A CUDA tensor's value raises nothing, but makes the factor NaN on every rank.
 
     Example::
@@ -37,39 +37,38 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     """
     require_group("loss_factor", process_group)
     group, value = joined_group(process_group), plain(count)
-    error: Exception | None = None
     num_ranks = 1 if group is None else group.size()
     if is_tensor := isinstance(value, torch.Tensor):
         device, is_dense = value.device, value.layout == torch.strided and not value.is_meta
         is_number = is_dense and value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
     else:
         device, is_number = torch.device("cpu"), type(value) in (int, float)
+    on_host = not has_streams(device)
+    error: Exception | None = None
     if not is_number:
         error = TypeError(f"loss_factor takes a number, or a tensor of one number, got {described(count)}")
-    elif not has_streams(device):
-        number = value.item() if is_tensor else value
-        if not 0 <= number <= torch.finfo(torch.float64).max:
-            error = ValueError(f"loss_factor takes a finite count of 0 or more, got {number!r}")
-    on = device if group is None or has_streams(device) else device_for(group, ())
+    elif on_host:
+        value = value.item() if is_tensor else value
+        if not 0 <= value <= torch.finfo(torch.float64).max:
+            error = ValueError(f"loss_factor takes a finite count of 0 or more, got {value!r}")
     # The other ranks wait for this one, so an invalid count is sent, too.
-    sent = math.nan if error is not None else value.detach() if is_tensor else float(value)
-    total = torch.as_tensor(sent, dtype=torch.float64, device=on).reshape(())
-    total = total.where((total >= 0) & total.isfinite(), math.nan)
-    # A power of two changes no digits, and keeps sums of the largest counts finite.
-    scale = 0.5 ** num_ranks.bit_length()
-    total = total.where(total == 0, (total * scale).clamp(min=5e-324))
+    sent = value if error is None else math.nan
+    on = device_for(group, ()) if group is not None and on_host else device
+    total = torch.as_tensor(sent, dtype=torch.float64, device=on).detach().reshape(())
+    total = total.where(total >= 0, math.nan)
     if group is not None:
         with Explaining.of("add up all ranks' counts with loss_factor", group):
             dist.all_reduce(total, group=group)
-    factor = torch.where(total == 0, 0.0, num_ranks * scale / total)
-    factor = factor.where(factor.isfinite(), math.nan)
+    factor = torch.where(total == 0, 0.0, num_ranks / total)
+    factor = factor.where(factor.isfinite() & total.isfinite(), math.nan)
     if error is not None:
         raise error
-    if not has_streams(device) and math.isnan(factor.item()):
+    if on_host and factor.isnan():
         raise ValueError(
             "loss_factor takes finite counts of 0 or more, but another rank's count is not, or the counts' "
-            f"mean is below 6e-309, where the factor would be infinite. This rank's count is {number!r}"
+            "sum is infinite, or their mean is below 6e-309, where the factor would be infinite. This rank's "
+            f"count is {value!r}"
         )
     if not is_tensor:
         return factor.item()
-    return factor.to(device, torch.float64 if value.is_floating_point() else torch.float32)
+    return factor.to(device, torch.float64 if count.is_floating_point() else torch.float32)

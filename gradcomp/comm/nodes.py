@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..rules import described
+from ..rules import Rule
 from .announcement import say
 from .consistency import require_same_on_all_ranks
 from .process_group import global_ranks_of, joined_group, kept_of, timeout_of
@@ -42,12 +43,8 @@ class Nodes:
     def ranks_per_node(self) -> int:
         return self.within.size()
 
-    @property
-    def num_nodes(self) -> int:
-        return self.between.size()
-
     def __str__(self) -> str:
-        return f"{self.num_nodes} nodes of {self.ranks_per_node} ranks"
+        return f"{self.between.size()} nodes of {self.ranks_per_node} ranks"
 
 
 def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
@@ -109,15 +106,11 @@ def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
     return group, nodes.ranks_per_node
 
 
-def require_ranks_per_node(value: Any) -> int | str:
-    """Return a state's ranks_per_node. Raises ValueError unless it is "auto" or a number from 1 on."""
-    if value == AUTO:
-        return AUTO
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise ValueError(
-        f"ranks_per_node is {described(value)}; it must be 'auto' or a whole number of 1 or more"
-    )
+RANKS_PER_NODE = Rule(
+    "'auto' or a whole number of 1 or more",
+    lambda value: value == AUTO or (type(value) is int and value >= 1),
+)
+require_ranks_per_node = partial(RANKS_PER_NODE, "ranks_per_node")
 
 
 def nodes_in(

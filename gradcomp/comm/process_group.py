@@ -28,6 +28,11 @@ WAITING = "gradcomp/waiting"
 _READ_TIMEOUT_S = 5.0
 _known: WeakSet[dist.ProcessGroup] = WeakSet()
 _kept: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int, dict[Any, Any]]] = WeakKeyDictionary()
+_LIKELY = (
+    "another rank has ended, raised an error, left this step out, or is alone in what all ranks must call, "
+    "such as a save: accelerator.save_state, CommHook.state_dict and consolidated_state_dict belong on every "
+    "rank, not under `if is_main_process`"
+)
 # torch's text around an error in a future's callback; nested where a callback waits for another future.
 _IN_CALLBACK = re.compile(r".*when running the callback: (\w+): (.*?)\n+At:\n.*", re.DOTALL)
 
@@ -199,27 +204,18 @@ class Explaining(NamedTuple):
         # Subclasses of RuntimeError explain themselves: out of memory, or explained already.
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return error
-        text = str(error)
+        text, failed = str(error), f"rank {self.rank} of {self.world_size} could not {self.what}"
         if found := _IN_CALLBACK.fullmatch(text):
             kind, text = found.groups()
             if kind == ExplainedError.__name__:
                 return ExplainedError(text)
             if kind != RuntimeError.__name__ and not kind.startswith("Dist"):
-                # With the line in the callback.
-                return ExplainedError(f"rank {self.rank} of {self.world_size} could not {self.what}: {error}")
-        return ExplainedError(_message(self, text.rstrip(". \n"), _who_waits()))
-
-
-def _message(operation: Explaining, text: str, who_waits: str) -> str:
-    others = who_waits or (
-        "another rank has ended, raised an error, left this step out, or is alone in what all ranks must "
-        "call, such as a save: accelerator.save_state, CommHook.state_dict and consolidated_state_dict "
-        "belong on every rank, not under `if is_main_process`"
-    )
-    return (
-        f"rank {operation.rank} of {operation.world_size} could not {operation.what}: {text}. If nothing is "
-        f"wrong on this rank, {others}. Look for the first error in the output of the other ranks"
-    )
+                return ExplainedError(f"{failed}: {error}")  # with the line in the callback
+        text, cause = text.rstrip(". \n"), _who_waits() or _LIKELY
+        return ExplainedError(
+            f"{failed}: {text}. If nothing is wrong on this rank, {cause}. Look for the first error in the "
+            "output of the other ranks"
+        )
 
 
 def _who_waits() -> str:

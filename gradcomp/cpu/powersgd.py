@@ -80,7 +80,7 @@ class MatrixGroup:
 
     matrices: the matrices' positions in the bucket.
     p [k, rows, r], qt [k, r, cols]: the factors, in the wide dtype (fp32 or fp64), kept from step to step.
-        back_project sets p to SHRINK · P. reconstruct expects qt = shrunk · Q, and sets p to P / shrunk.
+        From back_project on p is P / shrunk. reconstruct expects qt = shrunk · Q.
     scratch: a buffer for one matrix in the wide dtype, empty if none is needed (see PowerSGDPlan).
     dtype: the bucket's dtype.
     keep_error: True with error feedback.
@@ -104,12 +104,11 @@ class MatrixGroup:
         shrunk: float,
     ):
         (k, rows, rank), cols, numel = p.shape, qt.shape[2], matrices[0].numel
-        self.p, self.qt, self._shape = p, qt, (-1, rows, cols)
-        self._shrunk, self._is_p_shrunk = shrunk, False
+        self.p, self.qt, self._shape, self._shrunk = p, qt, (-1, rows, cols), shrunk
         wide, device = p.dtype, p.device
-        self._is_wide, self._is_complete = dtype == wide, numel == rows * cols
+        self._is_wide = dtype == wide
         # Whether the arithmetic can be on views of the bucket.
-        self._is_viewed = self._is_wide and self._is_complete
+        self._is_viewed = self._is_wide and numel == rows * cols
         self.memory = torch.zeros(k, rows, cols, dtype=dtype, device=device) if keep_error else None
         # True while memory still holds M, from which P Qᵀ must be subtracted.
         self._is_unsettled = False
@@ -169,33 +168,28 @@ class MatrixGroup:
 
     def _multiply(self, buffer: torch.Tensor, chunk: slice, runs: Sequence[Run]) -> None:
         """Compute p = SHRINK · M Q for the matrices of a chunk."""
-        for which, matrix in self._matrices(buffer, chunk, runs):
-            blocks, direction = row_blocks(matrix), self.direction[which] * SHRINK
+        for which, blocks in self._blocks(buffer, chunk, runs):
+            direction = self.direction[which] * SHRINK
             k, rank, cols = direction.shape
             # A matrix's blocks are multiplied by the same direction.
             repeated = direction[:, None].expand(k, len(blocks) // k, rank, cols).reshape(-1, rank, cols)
             torch.bmm(blocks, repeated.mT, out=row_blocks(self.p[which]))
 
     def back_project(self, buffer: torch.Tensor) -> None:
-        """Set p to SHRINK · P, and compute qt = SHRINK · Pᵀ M."""
+        """Compute qt = SHRINK · Pᵀ M, and set p to P / shrunk."""
         self.p.mul_(SHRINK)
-        self._is_p_shrunk = True
         # In reverse: a cache still holds project's last chunk, and will hold the first chunk in reconstruct.
         for chunk, runs in reversed(self._chunks):
-            for which, matrix in self._matrices(buffer, chunk, runs):
-                blocks, qt = row_blocks(matrix), self.qt[which]
-                if len(blocks) == len(qt):
-                    torch.bmm(self.p[which].mT, matrix, out=qt)
-                else:
-                    partial = self._partial[: len(blocks)]
-                    torch.bmm(row_blocks(self.p[which]).mT, blocks, out=partial)
-                    torch.sum(partial.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
+            for which, blocks in self._blocks(buffer, chunk, runs):
+                qt = self.qt[which]
+                products = qt if len(blocks) == len(qt) else self._partial[: len(blocks)]
+                torch.bmm(row_blocks(self.p[which]).mT, blocks, out=products)
+                if products is not qt:
+                    torch.sum(products.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
+        self.p.mul_(1 / (SHRINK * self._shrunk))
 
     def reconstruct(self, buffer: torch.Tensor) -> None:
         """Compute gradient = P Qᵀ, and error = M − P Qᵀ in place of M, now or later in settle or project."""
-        if self._is_p_shrunk:  # False if the stage is repeated, as in benchmarks
-            self.p.mul_(1 / (SHRINK * self._shrunk))
-            self._is_p_shrunk = False
         is_deferred = self._is_viewed and self.p.shape[-1] <= MAX_DEFERRED_TERMS
         self._is_unsettled = is_deferred and self.memory is not None
         for run in self.runs:
@@ -228,24 +222,23 @@ class MatrixGroup:
             self._is_unsettled = False
         return self.memory.view(-1)
 
-    def _matrices(
+    def _blocks(
         self, buffer: torch.Tensor, chunk: slice, runs: Sequence[Run]
     ) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (which, M) in the wide dtype, for as many matrices at once as possible without a copy."""
+        """Yield (which, row_blocks of M) in the wide dtype: as many matrices at once as needs no copy."""
         if self.memory is not None and self._is_wide:
-            yield chunk, self.memory[chunk]
+            yield chunk, row_blocks(self.memory[chunk])
             return
         for run in runs:
-            part = buffer[run.in_bucket]
+            part, matrix = buffer[run.in_bucket], self._matrix
             if self.memory is not None:
-                yield run.which, self._matrix.copy_(self.memory[run.which])
+                matrix.copy_(self.memory[run.which])
             elif self._is_viewed:
-                yield run.which, part.view(self._shape)
+                matrix = part.view(self._shape)
             else:
-                if not self._is_complete:
-                    self._matrix.zero_()  # padding still holds the last step's P Qᵀ
-                self._matrix.view(-1)[: part.numel()].copy_(part)
-                yield run.which, self._matrix
+                matrix.view(-1)[: part.numel()].copy_(part)
+                matrix.view(-1)[part.numel() :].zero_()  # padding still holds the last step's P Qᵀ
+            yield run.which, row_blocks(matrix)
 
     def _product(self, which: slice, out: torch.Tensor, subtract: bool = False) -> None:
         """Compute out = P Qᵀ for some of the matrices.
@@ -329,15 +322,11 @@ class PowerSGDPlan:
 
     def sent_p(self, index: int) -> torch.Tensor:
         """Return the part of p_wire that holds P of the matrix with this index."""
-        start = sum(matrix.rows * matrix.rank for matrix in self.layout.matrices[:index])
-        matrix = self.layout.matrices[index]
-        return self.p_wire[start : start + matrix.rows * matrix.rank]
+        numels = self.layout.p_numels
+        return self.p_wire[sum(numels[:index]) :][: numels[index]]
 
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
-        """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors).
-
-        left_out: indices of matrices to send zeros for, instead of P.
-        """
+        """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors)."""
         for group in self.groups:
             group.project(buffer)
         for p, sent in self._sent_p:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,11 +24,6 @@ class FlatLayout:
         self.shapes = tuple(tuple(shape) for shape in shapes)
         given = map(_row_major, self.shapes) if strides is None else strides
         self.strides = tuple(tuple(each) for each in given)
-        # Without gaps; strides of dimensions of length 1 don't matter.
-        self.are_row_major = tuple(
-            all(length == 1 or each == expected for length, each, expected in zip(*row, strict=True))
-            for row in zip(self.shapes, self.strides, map(_row_major, self.shapes), strict=True)
-        )
         self.numels = tuple(math.prod(shape) for shape in self.shapes)
         *offsets, self.numel = accumulate(self.numels, initial=0)
         self.offsets = tuple(offsets)
@@ -184,5 +178,5 @@ class PowerSGDLayout:
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides that torch gives a contiguous tensor of this shape."""
-    steps = accumulate(reversed([max(length, 1) for length in shape[1:]]), operator.mul, initial=1)
-    return tuple(reversed(list(steps)))[len(shape) == 0 :]
+    lengths = [max(length, 1) for length in shape]
+    return tuple(math.prod(lengths[dim + 1 :]) for dim in range(len(shape)))

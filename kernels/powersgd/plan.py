@@ -27,10 +27,8 @@ class PowerSGDPlan:
     shares_scratch: True to keep partial sums and wires in a scratch of take_scratch, from project to
         reconstruct.
 
-    p_wire: all P, then the uncompressed tensors. q_wire: all Q. See work.py.
-
-    Everything else is allocated here: M (as large as the compressed gradients, in their dtype) and the
-    factors. A step allocates nothing.
+    M (as large as the compressed gradients, in their dtype) and the factors are allocated here, the wires in
+    a scratch. A step allocates nothing.
     """
 
     def __init__(
@@ -75,10 +73,7 @@ class PowerSGDPlan:
         return self.p_wire[start : start + matrix.rank * wire_stride(matrix.rows, self.p_wire.itemsize)]
 
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
-        """Compute M = gradient + error, p_wire = scale · (all M Q, then uncompressed tensors). One launch.
-
-        left_out: indices of matrices. Zeros are sent as their P.
-        """
+        """Compute M = gradient + error, p_wire = scale · (all M Q, then uncompressed tensors). One launch."""
         if self._shares_scratch and not self._has_taken_scratch:
             scratch = take_scratch(self._device, self._scratch)
             self._has_taken_scratch = True
@@ -142,11 +137,9 @@ class PowerSGDPlan:
     def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
         """Continue from another plan's error and directions. Directions may be any basis."""
         self._bucket.p.zero_()
+        self._bucket.memory.zero_()
         for index, (matrix, direction) in enumerate(zip(self.layout.matrices, directions, strict=True)):
-            if self._bucket.error_feedback:
-                whole = torch.zeros(matrix.rows * matrix.cols, dtype=error.dtype, device=error.device)
-                whole[: matrix.numel] = error[matrix.offset : matrix.offset + matrix.numel]
-                self._matrix(index).copy_(whole.view(matrix.rows, matrix.cols))
+            self.add_to_error(matrix.offset, error[matrix.offset : matrix.offset + matrix.numel])
             q, random = self._panel(index, "q"), self._panel(index, "random")
             q.copy_(direction)
             squared = q.double().square().sum(0)
@@ -168,11 +161,10 @@ class PowerSGDPlan:
     def _panel(self, index: int, name: str) -> torch.Tensor:
         """Return a matrix's factor [rows or cols, rank] as a view of its panel. name: p, q or random."""
         matrix, fields = self.layout.matrices[index], self._work.fields(index)
-        panels, length, stride = (
-            (self._bucket.p, matrix.rows, fields["p_stride"])
-            if name == "p"
-            else (self._bucket.q, matrix.cols, fields["q_stride"])
-        )
+        if name == "p":
+            panels, length, stride = self._bucket.p, matrix.rows, fields["p_stride"]
+        else:
+            panels, length, stride = self._bucket.q, matrix.cols, fields["q_stride"]
         start = fields[f"{name}_panel"]
         return panels[start : start + self._work.rank * stride].view(-1, stride).mT[:length, : matrix.rank]
 

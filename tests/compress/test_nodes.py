@@ -460,7 +460,7 @@ def test_errors_follow_to_other_nodes_of_as_many_ranks(run_ranks):
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "all", None])
 def test_a_number_of_ranks_that_makes_no_sense(value):
     state = QuantizationState()
-    with pytest.raises(ValueError, match="it must be 'auto' or a whole number of 1 or more"):
+    with pytest.raises(ValueError, match="must be 'auto' or a whole number of 1 or more"):
         state.ranks_per_node = value
     assert state.ranks_per_node == "auto"
 

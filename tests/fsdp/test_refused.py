@@ -172,7 +172,7 @@ OPTIONS = [
     (lambda model: {"bits": "8"}, "ValueError.*bits is '8', but must be 8"),
     (lambda model: {"block_size": 7}, "ValueError.*block_size is 7, but must be an even"),
     (lambda model: {"block_size": 0}, "ValueError.*block_size is 0, but must be an even"),
-    (lambda model: {"ranks_per_node": 0}, "ValueError.*ranks_per_node is 0; it must be"),
+    (lambda model: {"ranks_per_node": 0}, "ValueError.*ranks_per_node is 0, but must be"),
     (lambda model: {"ranks_per_node": 3}, "ValueError.*ranks_per_node is 3, but 2 ranks don't fill"),
     (lambda model: {"ignored": "embed"}, f"{NO_LIST} 'embed'"),
     (lambda model: {"ignored": None}, f"{NO_LIST} None"),
