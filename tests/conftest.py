@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.depth import PROFILE
-from tests.devices import let_torchs_power_sgd_have_cpu_buckets
+from tests.devices import let_torchs_power_sgd_have_cpu_buckets, patch_triton_once_per_launch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--device cuda: torch {torch.__version__} finds no GPU")
     else:
         os.environ["TRITON_INTERPRET"] = "1"
+        patch_triton_once_per_launch()
     # Ranks that wait for a processor would measure a delay. Tests of links with one set it themselves.
     os.environ["GRADCOMP_ROUND_TRIP_MS"] = "0"
     let_torchs_power_sgd_have_cpu_buckets()

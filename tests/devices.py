@@ -1,4 +1,9 @@
-"""Choose the device that tests compute on, and let torch's PowerSGD work there, without importing Triton."""
+"""Choose the device that tests compute on, and prepare torch's PowerSGD and Triton's interpreter for it.
+
+This module may be imported before TRITON_INTERPRET is set: it doesn't import Triton.
+"""
+
+from typing import Any
 
 import torch
 
@@ -20,3 +25,26 @@ def let_torchs_power_sgd_have_cpu_buckets() -> None:
         torch.cuda.synchronize = lambda device=None: (
             None if getattr(device, "type", "cuda") == "cpu" else synchronize(device)
         )
+
+
+def patch_triton_once_per_launch() -> None:
+    """Let the interpreter patch triton.language once per launch for each module of kernels.
+
+    Triton does so in every call of a function that a kernel calls, which takes a third of the tests' time.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Any) -> Any:
+        if function.__module__ in patched:
+            return None
+        is_launch = not patched
+        patched.add(function.__module__)
+        scope = patch(function)
+        if is_launch:  # Triton restores this scope at the end, and drops the scopes of called functions
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = patch_once

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from gradcomp import ops, testing
 from gradcomp.testing import RankError
 from gradcomp.testing.ranks.processes import Pool
-from tests.devices import let_torchs_power_sgd_have_cpu_buckets
+from tests.devices import let_torchs_power_sgd_have_cpu_buckets, patch_triton_once_per_launch
 
 __all__ = ["RankError", "of_all_ranks", "run_ranks", "simulate"]
 
@@ -101,6 +101,8 @@ def _call(
     if backend == "nccl" and torch.cuda.is_available():
         _regroup(rank, group.size(), backend)
     let_torchs_power_sgd_have_cpu_buckets()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_triton_once_per_launch()
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)  # the pool seeds every rank differently

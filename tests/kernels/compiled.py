@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -226,14 +227,14 @@ def compile_for(variants: Iterable[Variant], architecture: int) -> dict[str, dic
     compiled = {
         each: triton.compile(each.source("cuda"), target=target, options=each.options) for each in variants
     }
-    instructions = disassemble([code_of(kernel.asm["cubin"]) for kernel in compiled.values()], architecture)
+    memory = accesses([code_of(kernel.asm["cubin"]) for kernel in compiled.values()], architecture)
     return {
-        variant.name: facts_of(variant, kernel, assembly, architecture)
-        for (variant, kernel), assembly in zip(compiled.items(), instructions, strict=True)
+        variant.name: facts_of(variant, kernel, of_kernel, architecture)
+        for (variant, kernel), of_kernel in zip(compiled.items(), memory, strict=True)
     }
 
 
-def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) -> dict[str, Any]:
+def facts_of(variant: Variant, compiled: Any, memory: Counter[str], architecture: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
@@ -257,7 +258,7 @@ def facts_of(variant: Variant, compiled: Any, assembly: str, architecture: int) 
         "accesses_per_tile": tile_bytes // (compiled.metadata.num_warps * 32 * 16),
         "registers": registers,
         "spilled_bytes": sum(map(int, re.findall(r"(?:STACK|LOCAL):(\d+)", usage))),
-        "memory": Counter(re.findall(r"\b(?:LDG|LDGSTS|STG|LDL|STL)\b[.\w]*", assembly)),
+        "memory": memory,
     }
 
 
@@ -331,19 +332,19 @@ def code_of(cubin: bytes) -> bytes:
     return code
 
 
-def disassemble(codes: Sequence[bytes], architecture: int) -> list[str]:
-    """Return the instructions of each kernel's code. One nvdisasm reads all codes, as it starts slowly."""
+def accesses(codes: Sequence[bytes], architecture: int) -> list[Counter[str]]:
+    """Count each code's accesses to memory by instruction. One nvdisasm reads all, as it starts slowly."""
     with tempfile.NamedTemporaryFile() as binary:
         binary.write(b"".join(codes))
         binary.flush()
         feature = "a" if architecture >= 90 else ""
         listing = _run("nvdisasm", "--binary", f"SM{architecture}{feature}", "-ndf", binary.name)
-    lines = [(int(line[1], 16), line[0]) for line in re.finditer(r"^\s*/\*([0-9a-f]+)\*/.*", listing, re.M)]
     ends = list(accumulate(map(len, codes)))
-    return [
-        "\n".join(text for address, text in lines if end - len(code) <= address < end)
-        for code, end in zip(codes, ends, strict=True)
-    ]
+    found: list[Counter[str]] = [Counter() for _ in codes]
+    pattern = r"^\s*/\*([0-9a-f]+)\*/.*\b((?:LDG|LDGSTS|STG|LDL|STL)\b[.\w]*)"
+    for address, instruction in re.findall(pattern, listing, re.M):
+        found[bisect(ends, int(address, 16))][instruction] += 1
+    return found
 
 
 def _run(binary: str, *arguments: str) -> str:

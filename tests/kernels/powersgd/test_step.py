@@ -157,10 +157,10 @@ def test_the_error_includes_the_rounding_of_the_output(dtype, rank, device):
     assert 0 < expected.norm() < 0.1 * grad.double().norm()
 
 
-def test_sixty_matrices(device):
-    shapes = [shape for i in range(60) for shape in ((20 + i % 7, 30 + i % 5), (i % 4,))]
+def test_many_matrices(device):
+    shapes = [shape for i in range(24) for shape in ((20 + i % 7, 30 + i % 5), (i % 4,))]
     plans = plans_of(shapes, 2, FP32, device)
-    assert len(plans[0].layout.matrices) == 60
+    assert len(plans[0].layout.matrices) == 24
     check_step(plans, random_grads(plans[0].layout, FP32, device, 0))
 
 
@@ -188,7 +188,7 @@ def test_a_matrix_whose_end_does_not_exist(numel, device):
 def test_the_same_bits_whatever_the_scratch_held(rank, device):
     results = []
     for poison in (math.nan, 1e30):
-        (plan,) = plans_of(MIXED, rank, FP32, device)
+        (plan,) = plans_of(MIXED if rank < 40 else [(40, 72), (4,)], rank, FP32, device)
         for scratch in (plan._bucket.partial, plan.p_wire, plan.q_wire):
             scratch.fill_(poison)
         (grad,) = random_grads(plan.layout, FP32, device, 0)
@@ -230,7 +230,7 @@ def test_two_launches_compute_the_same_bits(dtype, rank, device, monkeypatch):
     results = []
 
     def take_step():
-        (plan,) = plans_of(MIXED, rank, dtype, device)
+        (plan,) = plans_of(MIXED if rank < 40 else [(40, 72), (4,)], rank, dtype, device)
         (grad,) = random_grads(plan.layout, dtype, device, 0)
         step([plan], [grad])
         results.append((plan.p_wire, plan.q_wire, grad))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -11,7 +10,6 @@ import torch
 
 from gradcomp import ops
 from gradcomp.compress.quantized_all_reduce import Codes, zeros_of
-from gradcomp.cpu import quantize as plain
 from gradcomp.kernels.launch import Stage
 from gradcomp.layout import BlockLayout
 
@@ -74,20 +72,11 @@ def all_gather(plans: Sequence[Any]) -> None:
             plan.payload[owner].copy_(other.mean)
 
 
-def all_reduce(
-    plans: Sequence[Any], grads: Sequence[torch.Tensor], unused: Sequence[Sequence[Any]] = ()
-) -> list[torch.Tensor]:
-    """Run the all-reduce; return every rank's averaged bucket.
-
-    unused: for each rank the layout's parts that it has not used; by default it has used all.
-    """
+def all_reduce(plans: Sequence[Any], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run the all-reduce; return every rank's averaged bucket."""
     outputs = [grad.clone() for grad in grads]
     for rank, plan in enumerate(plans):
-        parts = unused[rank] if unused else ()
-        for part in parts:
-            outputs[rank][part.in_bucket] = 0.0
-        everything = outputs[rank].new_ones((), dtype=torch.bool)
-        plan.encode(outputs[rank], rank, [(part.stored, everything) for part in parts])
+        plan.encode(outputs[rank], rank)
     all_to_all(plans)
     for rank, plan in enumerate(plans):
         plan.average(rank)
@@ -113,14 +102,6 @@ def blocks_of(layout: BlockLayout, flat: torch.Tensor, wide: torch.dtype) -> tor
     for part in layout.quantized:
         blocks[part.stored] = flat[part.in_bucket].cpu().to(wide)
     return blocks.view(-1, layout.block_size)
-
-
-def assert_quantized(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-    """Compare codes and scales of finite blocks (fp32 or fp64) with those of plain torch, bit by bit."""
-    own_codes, own_scales = torch.empty_like(codes), torch.empty_like(scales)
-    plain.quantize(values.clone(), codes=own_codes, scales=own_scales, bits=bits, top=math.inf)
-    assert torch.equal(codes, own_codes)
-    assert torch.equal(scales, own_scales)
 
 
 def dequantized(
