@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,6 +25,7 @@ SKIPPED_FOLDERS = {
 }
 
 
+@cache  # every run of a program reads it
 def read_corpus(folder: str) -> tuple[Tensor, Tensor]:
     """Read the Python files under ``folder``, in sorted order: (bytes to train on, bytes to validate on).
 

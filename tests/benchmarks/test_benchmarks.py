@@ -14,7 +14,6 @@ from benchmarks.powersgd import PASSES
 from benchmarks.records import RESULTS, read
 from gradcomp import ops
 from gradcomp.cpu.quantize import Adder, Decoder, Encoder
-from gradcomp.plan.models import BUCKET_CAP_BYTES, FIRST_BUCKET_BYTES
 from tests.programs import run_module
 
 CPU = torch.device("cpu")
@@ -31,18 +30,6 @@ def test_models_have_the_known_sizes(model, num_parameters, num_elements):
     shapes = list(models.MODELS[model]())
     assert len(shapes) == num_parameters
     assert models.num_elements(shapes) == num_elements
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", models.MODELS)
-def test_buckets_follow_ddp(model, dtype):
-    buckets = models.buckets(model, dtype)
-    assert [shape for bucket in buckets for shape in bucket] == list(models.MODELS[model]())[::-1]
-    sizes = [[math.prod(shape) * dtype.itemsize for shape in bucket] for bucket in buckets]
-    for index, bucket in enumerate(sizes):
-        cap = BUCKET_CAP_BYTES if index else FIRST_BUCKET_BYTES
-        assert sum(bucket[:-1]) < cap, "a bucket went on after it had reached its cap"
-        assert sum(bucket) >= cap or index == len(sizes) - 1, "a bucket closed too early"
 
 
 # --- the harness ---
@@ -228,37 +215,27 @@ def test_a_wrong_quantized_stage_is_found(stage, bits, monkeypatch):
 
 
 def test_a_run_records_rows_with_every_field(tmp_path):
-    command = ["benchmarks", "--quick", "--filter", "decompress_cast 1 MiB", "--record"]
+    command = ["benchmarks", "--quick", "--filter", "allreduce_hook", "--record"]
     done = run_module(*command, "--results", str(tmp_path), GRADCOMP_COMMIT="0123abc")
     assert done.returncode == 0, done.stdout
     [path] = tmp_path.iterdir()
     rows = read(path)
-    assert len(rows) == 6  # two dtypes, two providers and a copy
+    assert [row["provider"] for row in rows] == ["gradcomp", "torch", "copy"]
     documented = (RESULTS / "README.md").read_text()
     for row in rows:
-        assert row["case"] == "decompress_cast"
-        assert row["p20_us"] <= row["p50_us"] <= row["p80_us"]
-        assert row["num_bytes"] == 6 * 2**20 // 4
+        assert row["case"] == "allreduce_hook"
+        assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
+        assert row["num_bytes"] == 2 * 25 * 2**20
         assert math.isclose(row["gb_per_s"], row["num_bytes"] / row["p50_us"] / 1e3)
         assert row["commit"] not in ("", "unknown")
         assert row["torch"] == torch.__version__
+        assert row["device"].endswith(", 1 threads")
         assert not [field for field in row if f"`{field}`" not in documented]
         nulls = {field for field, value in row.items() if value is None}
         only_on_cuda = {"compute_capability", "driver", "cuda", "host_us", "host_us_per_bucket"}
         assert nulls <= only_on_cuda | {"bytes_per_element", "floor_us", "times_floor", "error"}
         assert (row["error"] is None) == (row["provider"] == "copy")
-    assert {row["provider"] for row in rows} == {"gradcomp", "torch", "copy"}
-
-
-def test_hooks_are_timed_beside_torchs(tmp_path):
-    selection = ["--quick", "--filter", "allreduce_hook", "--record", "--results", str(tmp_path)]
-    done = run_module("benchmarks", *selection, GRADCOMP_COMMIT="0123abc")
-    assert done.returncode == 0, done.stdout
-    [path] = tmp_path.iterdir()
-    rows = read(path)
-    assert [row["provider"] for row in rows] == ["gradcomp", "torch", "copy"]
     assert all(row["error"] < 1e-6 for row in rows[:2])
-    assert all(row["p50_us"] > 0 and row["device"].endswith(", 1 threads") for row in rows)
 
 
 def test_a_filter_that_matches_nothing_fails(monkeypatch, capsys):

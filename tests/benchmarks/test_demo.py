@@ -110,15 +110,14 @@ def test_powersgd_is_counted_from_its_first_compressed_step(start, tmp_path):
         assert power_sgd["losses"][-1] < power_sgd["losses"][0]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_to_the_launcher_ends_every_rank(start, number, status):
+def test_a_signal_to_the_launcher_ends_every_rank(start):
     """The signal goes to the launcher alone, as from `kill`; from a terminal all processes would get it."""
     demo = start("--hook", "none", "--steps", "100000")
     wait_for_text(demo, "step ")
     pids = descendants(demo.pid)
     assert len(ranks_of(demo)) == 2
-    demo.send_signal(number)
-    assert demo.wait(timeout=30) == status
+    demo.send_signal(signal.SIGHUP)
+    assert demo.wait(timeout=30) == 128 + signal.SIGHUP
     wait_until_gone(pids)
 
 

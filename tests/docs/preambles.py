@@ -113,6 +113,8 @@ assert any(kept["error"].any() for kept in state.state.values())
 INSTEAD = {
     ("docs/fsdp.md", 1): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"},
     ("docs/frameworks/local_steps.md", 1): {'"cuda"': '"cpu"', "(num_sites, 8)": "(num_sites, 1)"},
+    # The recipe's example runs on Inductor, which takes a minute: see tests/frameworks/test_recipes.py.
+    ("docs/frameworks/torch_compile.md", 0): {"Parallel(model))": 'Parallel(model), backend="aot_eager")'},
     ("docs/frameworks/lightning.md", 0): {
         'strategy="ddp"': 'strategy="ddp", accelerator="cpu", devices=2, max_epochs=1, logger=False, '
         "enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
