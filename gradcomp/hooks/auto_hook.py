@@ -126,7 +126,7 @@ class AutoState(CompressorState):
         has no others, except the first candidate.
     retrial_every: steps from one trial to the next; None for no other trial on that ground. 50 steps in a row
         that are 25 % slower than in the trial begin another one, too.
-    ranks_per_node: see QuantizationState.
+    ranks_per_node: see CompressorState.
     clock: a function that returns seconds, instead of the device's events or time.perf_counter; for tests.
 
     choice: the candidate in use after a trial; None before and during one.
