@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
 from ..comm.process_group import Explaining, device_for, resolve_group
+from ..comm.torch_private import tree_map_only
 from .saved_state import SavedState
 
 SAVE_ON_ALL_RANKS = (
@@ -177,10 +178,7 @@ def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Copy nested dicts and lists, and move their tensors to the CPU, where every rank can load them."""
-    if isinstance(value, dict):
-        return {key: _on_cpu(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_on_cpu(each) for each in value]
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+    found: dict[str, Any] = tree_map_only(torch.Tensor, torch.Tensor.cpu, state_dict)
+    return found

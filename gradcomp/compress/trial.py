@@ -17,7 +17,9 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from ..comm.reduced_values import ReducedValues
 from ..comm.streams import Future, mark, seconds_between
 from ..rules import COUNT, RANK, Rule
 from .checkpoint import require_keys
@@ -26,6 +28,10 @@ WARM_UP_STEPS = 2  # of each turn
 # A candidate that took this many times the fastest one's time in a round gets no turns in later rounds. The
 # first candidate keeps its turns: the others are compared with it.
 DROPPED_FROM = 1.5
+# After the trial: a step is slow if it takes this many times the step of the trial. MAX_SLOW_STEPS
+# in a row begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the
+# next check.
+SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
 # The probability, at most, that the lower end of any candidate's interval is above its true gain.
 RISK = 0.05
 
@@ -108,6 +114,7 @@ class Trial:
     before: the candidate that an earlier trial chose; None without one.
     taking_part: the candidates that take turns in this round.
     step: the number of steps in this round so far; negative in the first steps of a process, before it.
+    round: the number of rounds so far.
     seconds: by candidate, the times of the steps that count, of the ranks' mean; inf if unknown.
     waits: the time that each of the first candidate's steps waits for its averages, on the slowest rank.
     sent_bytes: by candidate, the bytes that a rank sends per step; with nodes, a node.
@@ -141,6 +148,16 @@ class Trial:
         """The candidate to use now."""
         turn = min(self.step // self.steps_per_turn, len(self.taking_part) - 1)
         return self.choice or self.taking_part[max(turn, 0)]
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What the result holds for: the place, the candidates, and the options."""
+        return self.place, self.names, self.steps_per_turn, self.num_rounds, self.tolerance
+
+    @property
+    def is_round_over(self) -> bool:
+        """Whether every candidate has had its turn in this round."""
+        return self.step >= self.steps_per_turn * len(self.taking_part)
 
     def round_of(
         self, seconds: Mapping[int, float], waits: Mapping[int, float]
@@ -213,6 +230,26 @@ class Trial:
             return f"its gain may be at most {needed:.1%} of a step"
         return "it gains more than the wait, so something else has changed" if gain.low > self.wait else ""
 
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each candidate; see AutoState.table."""
+        rows = []
+        for name, seconds in self.medians().items():
+            median, low, high, level = self.gain(name) or (None,) * 4
+            rows.append(
+                {
+                    "candidate": name,
+                    "ms": _ms(seconds),
+                    "wait_ms": _ms(self.wait) if name == self.names[0] else None,
+                    "gain_ms": _ms(median),
+                    "gain_low_ms": _ms(low),
+                    "gain_high_ms": _ms(high),
+                    "level": level,
+                    "why": self.objection(name),
+                    "sent_bytes": self.sent_bytes.get(name),
+                }
+            )
+        return rows
+
     @classmethod
     def from_dict(cls, given: Any) -> "Trial":
         """Return the trial that dataclasses.asdict has described.
@@ -244,6 +281,40 @@ class Trial:
         rules = {"steps_per_turn": TURN, "num_rounds": RANK, "tolerance": TOLERANCE}
         for name, rule in {**rules, "round": COUNT, "chosen_at": COUNT}.items():
             yield name, rule.accepts(getattr(self, name))
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None or not math.isfinite(seconds) else seconds * 1e3
+
+
+class SlowSteps:
+    """The steps after a trial that were slow in a row, on the rank that has most of them."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._on_ranks: ReducedValues | None = None  # of the last check
+
+    def are_too_many(
+        self,
+        steps: Sequence[tuple[int, float]],
+        limit: float,
+        groups: Sequence[dist.ProcessGroup],
+        device: torch.device,
+    ) -> bool:
+        """Add steps; return whether there were MAX_SLOW_STEPS at the last check. The host doesn't wait.
+
+        steps: from StepClock.take.
+        limit: the seconds above which a step is slow.
+        groups: the groups that compare their ranks.
+        """
+        for _, seconds in steps:
+            self._num = self._num + 1 if seconds > limit else 0
+        before = self._on_ranks
+        if before is not None and before.wait()[0] >= MAX_SLOW_STEPS:
+            return True
+        what = "compare the speed of auto_hook's steps"
+        self._on_ranks = ReducedValues(what, [self._num], groups, device)
+        return False
 
 
 class StepClock:

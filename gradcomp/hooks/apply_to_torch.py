@@ -1,11 +1,8 @@
 """gradcomp's hooks under torch's names, for code that looks up torch's hooks by name."""
 
 import logging
-import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 TORCHS_PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"
@@ -25,49 +22,28 @@ def apply_to_torch() -> AbstractContextManager[Any]:
     torch's and gradcomp's modules share is replaced, and so are DDPCommHookType and register_ddp_comm_hook.
     Names imported before keep torch's hooks. A hook that is registered on a model stays there.
 
-    The names change for the whole process. Blocks may be nested, and may overlap in several threads: the
-    names are replaced when the first block begins, and restored when the last block ends. A name that other
-    code changes during a block keeps that code's value.
+    The names change for the whole process, in all threads. A block ends only what it has begun: nested blocks
+    end with the outer one. A name that other code changes during a block keeps that code's value.
 
     Example::
 
         with gradcomp.apply_to_torch():
             model = accelerator.prepare(model)
     """
-    global _num_blocks
-    block = ExitStack()
-    block.callback(_end)
-    with _lock, block:
-        _num_blocks += 1
-        if _num_blocks == 1:
-            _replaced[:] = _names()
-            for module, name, _, ours in _replaced:
-                setattr(module, name, ours)
-            _logger.info("%s has gradcomp's hooks.", TORCHS_PACKAGE)
+    with ExitStack() as block:
+        block.callback(_logger.info, "%s has its own hooks again.", TORCHS_PACKAGE)
+        for name, shared in _SHARED.items():
+            torchs, ours = import_module(TORCHS_PACKAGE + name), import_module(f"gradcomp.hooks{name}")
+            for each in shared or ours.__all__:
+                theirs, own = getattr(torchs, each, None), getattr(ours, each)
+                if theirs not in (None, own):
+                    block.callback(_put_back, torchs, each, theirs, own)
+                    setattr(torchs, each, own)
+        _logger.info("%s has gradcomp's hooks.", TORCHS_PACKAGE)
         return block.pop_all()
 
 
-def _end() -> None:
-    """End a block: the last one restores torch's values, but no other code's."""
-    global _num_blocks
-    with _lock:
-        _num_blocks -= 1
-        if not _num_blocks:
-            for module, name, theirs, ours in _replaced:
-                if getattr(module, name, None) is ours:
-                    setattr(module, name, theirs)
-            _logger.info("%s has its own hooks again.", TORCHS_PACKAGE)
-
-
-_lock = threading.RLock()
-_num_blocks = 0
-_replaced: list[tuple[ModuleType, str, Any, Any]] = []
-
-
-def _names() -> Iterator[tuple[ModuleType, str, Any, Any]]:
-    """Yield (torch's module, a public name that gradcomp's module has, too, torch's value, gradcomp's)."""
-    for module, shared in _SHARED.items():
-        torchs, ours = import_module(TORCHS_PACKAGE + module), import_module(f"gradcomp.hooks{module}")
-        for name in shared or ours.__all__:
-            if hasattr(torchs, name):
-                yield torchs, name, getattr(torchs, name), getattr(ours, name)
+def _put_back(module: Any, name: str, theirs: Any, ours: Any) -> None:
+    """Restore torch's value, but no other code's."""
+    if getattr(module, name, None) is ours:
+        setattr(module, name, theirs)

@@ -1,5 +1,6 @@
 """The hook that measures compressions while training goes on, and uses the mildest that pays."""
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
@@ -18,23 +19,29 @@ from gradcomp.compress import checkpoint
 from gradcomp.compress.announcement import shown_bytes
 from gradcomp.compress.parameter_states import Bucket
 from gradcomp.compress.powersgd import PowerSGDCompressor
-from gradcomp.compress.settings import Settings, logger_of
+from gradcomp.compress.settings import Settings
 from gradcomp.compress.state import CompressorState, Phase, option
-from gradcomp.compress.trial import TOLERANCE, TURN, StepClock, Trial
+from gradcomp.compress.trial import (
+    CHECK_EVERY,
+    MAX_SLOW_STEPS,
+    SLOW,
+    TOLERANCE,
+    TURN,
+    SlowSteps,
+    StepClock,
+    Trial,
+)
 from gradcomp.device import has_streams
 from gradcomp.rules import RANK, Rule, check_fields, checked_field, described
 
 from .named_hooks import NamedHook, forms_of
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["CANDIDATES", "AutoState", "auto_hook"]
 
 # Names as in docs/accuracy.md, the mildest first.
 CANDIDATES = ("none", "bf16", "int8", "int4", "powersgd:16:int8", "powersgd:8:int8")
-# After the trial: a step is slow if it takes this many times the step of the trial. MAX_SLOW_STEPS
-# in a row begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the
-# next check.
-SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
-
 _RETRIAL = Rule(
     "None or an int and at least 1", lambda value: value is None or (type(value) is int and value >= 1)
 )
@@ -69,6 +76,35 @@ class AutoOptions:
                 raise ValueError(f"candidates has {name!r} twice: {names}")
         object.__setattr__(self, "candidates", names)
 
+    def until(self, strongest: str | None) -> "AutoOptions":
+        """Return the options with the candidates up to this one; None for all. Raises ValueError."""
+        if strongest is None:
+            return self
+        names = self.candidates
+        if strongest not in names:
+            raise ValueError(f"strongest is {strongest!r}, which is not one of the candidates {names}")
+        return replace(self, candidates=names[: names.index(strongest) + 1])
+
+    def claims(self) -> dict[str, Any]:
+        """Return the claims that all candidates have."""
+        hooks = list(map(NamedHook.named, self.candidates))
+        dtypes = [hook.uncompressed_dtype for hook in hooks if hook.uncompressed_dtype is not None]
+        is_product = any(hook.compressor is PowerSGDCompressor for hook in hooks)
+        return {
+            "tolerance": None,
+            "precision": max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None),
+            "contraction": 0.0,
+            "error_feedback": True,
+            "unbiased": False,
+            "keeps_zeros": "lines" if is_product else "elements",
+            "scale_equivariant": "rounding",
+            "rank_symmetric": not any(hook.has_codes for hook in hooks),
+            "bucket_insensitive": False,  # random directions differ from bucket to bucket
+            "max_magnitude": 2.0**40,  # as inferred for lossy hooks
+            "checkpoint": None,  # after a load a trial begins again
+            "memory": None,  # the candidates of a trial need more or less
+        }
+
 
 class AutoState(CompressorState):
     """The state that auto_hook is registered with: finds out which compression pays, and uses it.
@@ -90,15 +126,15 @@ class AutoState(CompressorState):
         has no others, except the first candidate.
     retrial_every: steps from one trial to the next; None for no other trial on that ground. 50 steps in a row
         that are 25 % slower than in the trial begin another one, too.
-    ranks_per_node: see QuantizationState.
+    ranks_per_node: see CompressorState.
     clock: a function that returns seconds, instead of the device's events or time.perf_counter; for tests.
 
     choice: the candidate in use after a trial; None before and during one.
 
     Every step of a trial is a valid step: the errors of a compression are passed on to the next. The ranks
     choose alike: they exchange the times of their steps, and their waits, in two small all-reduces per
-    round. The choice and the times are in checkpoints. A resumed run with as many ranks and nodes begins the
-    trial's round again.
+    round. The choice and its times are in checkpoints. A resumed run with as many ranks and nodes goes on
+    with them; a trial without a choice begins again.
 
     Raises ValueError for an invalid option, an unknown candidate, none, or one twice; TypeError if
     process_group is not a process group, or the clock is no function.
@@ -135,14 +171,9 @@ class AutoState(CompressorState):
     ):
         named: Any = candidates
         options = AutoOptions(named, tolerance, steps_per_turn, rounds, retrial_every)
-        if strongest is not None:
-            names = options.candidates
-            if strongest not in names:
-                raise ValueError(f"strongest is {strongest!r}, which is not one of the candidates {names}")
-            options = replace(options, candidates=names[: names.index(strongest) + 1])
         super().__init__(
             PowerSGDCompressor,
-            options,
+            options.until(strongest),
             process_group,
             start_iter=start_iter,
             random_seed=random_seed,
@@ -157,8 +188,7 @@ class AutoState(CompressorState):
         self._clock = StepClock()
         self._device = torch.device("cpu")
         self._counts_from = 0  # the first step whose time may count
-        self._num_slow = 0
-        self._slow_on_ranks: ReducedValues | None = None
+        self._slow = SlowSteps()
 
     @property
     def choice(self) -> str | None:
@@ -180,51 +210,14 @@ class AutoState(CompressorState):
         sent_bytes: the bytes that a rank sends per step; with nodes, a node. None if unknown.
         nats: its cost in validation loss on the small GPT of docs/accuracy.md; None if unknown.
         """
-        if self._trial is None:
-            return []
-        trial, rows = self._trial, []
-        for name, seconds in trial.medians().items():
-            gain = trial.gain(name)
-            median, low, high, level = gain or (None,) * 4
-            rows.append(
-                {
-                    "candidate": name,
-                    "ms": _ms(seconds),
-                    "wait_ms": _ms(trial.wait) if name == trial.names[0] else None,
-                    "gain_ms": _ms(median),
-                    "gain_low_ms": _ms(low),
-                    "gain_high_ms": _ms(high),
-                    "level": level,
-                    "why": trial.objection(name),
-                    "sent_bytes": trial.sent_bytes.get(name),
-                    "nats": NamedHook.form_named(name).cost,
-                }
-            )
-        return rows
+        rows = [] if self._trial is None else self._trial.table()
+        return [{**row, "nats": NamedHook.form_named(row["candidate"]).cost} for row in rows]
 
     def compared_options(self) -> dict[str, Any]:
-        trial = None if self._trial is None else {**asdict(self._trial), "step": None}  # it begins again
-        return super().compared_options() | {"the trial": trial, "clock": self._clock.fault()}
+        return super().compared_options() | {"the trial": self._ended_trial(), "clock": self._clock.fault()}
 
     def claims(self, options: AutoOptions) -> dict[str, Any]:
-        """Return the claims that all candidates have."""
-        hooks = list(map(NamedHook.named, options.candidates))
-        dtypes = [hook.uncompressed_dtype for hook in hooks if hook.uncompressed_dtype is not None]
-        is_product = any(hook.compressor is PowerSGDCompressor for hook in hooks)
-        return {
-            "tolerance": None,
-            "precision": max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None),
-            "contraction": 0.0,
-            "error_feedback": True,
-            "unbiased": False,
-            "keeps_zeros": "lines" if is_product else "elements",
-            "scale_equivariant": "rounding",
-            "rank_symmetric": not any(hook.has_codes for hook in hooks),
-            "bucket_insensitive": False,  # random directions differ from bucket to bucket
-            "max_magnitude": 2.0**40,  # as inferred for lossy hooks
-            "checkpoint": None,  # after a load the trial's round begins again
-            "memory": None,  # the candidates of a trial need more or less
-        }
+        return options.claims()
 
     # --- steps ---
 
@@ -242,19 +235,22 @@ class AutoState(CompressorState):
         trial = self._trial
         if trial is None:
             if self.iter >= self.start_iter:
-                self._begin_turns(self._new_trial(group))
+                self._begin_trial(group)
         elif trial.choice is None:
-            if trial.step >= trial.steps_per_turn * len(trial.taking_part):
+            if trial.is_round_over:
                 self._end_round(trial, group)
         elif self.retrial_every is not None and self.iter - trial.chosen_at >= self.retrial_every:
-            self._begin_turns(self._new_trial(group))
+            self._begin_trial(group)
         elif self.iter % CHECK_EVERY == 0:
-            self._check_speed(trial, group)
+            limit = SLOW * trial.medians()[trial.choice]
+            if self._slow.are_too_many(self._clock.take(), limit, self._groups(group), self._device):
+                say(f"auto_hook: {MAX_SLOW_STEPS} steps in a row were slow, so the trial is repeated", group)
+                self._begin_trial(group)
 
     def _begin_run(self, group: dist.ProcessGroup) -> None:
-        """Begin a trial's round again after a load or in another group; with other settings, a trial.
+        """After a load or in another group: forget a trial that hasn't ended, or has other settings.
 
-        The ranks have compared their trials, so all of them do. Some may be new processes, whose first steps
+        The ranks have compared the others, so all of them do. Some may be new processes, whose first steps
         are slow: buckets are rebuilt, kernels are compiled, memory is allocated. As many steps don't count as
         come before a new run's trial.
 
@@ -263,17 +259,19 @@ class AutoState(CompressorState):
         if fault := self._clock.fault():
             raise TypeError(f"the clock of AutoState {fault}")
         self._counts_from = self.iter + min(self.start_iter, self._default_start_iter)
-        trial, now = self._trial, self._new_trial(group)
-        settings = ("place", "names", "steps_per_turn", "num_rounds", "tolerance")
-        if trial is not None and any(getattr(trial, name) != getattr(now, name) for name in settings):
+        self._forget_times()
+        trial = self._trial
+        if trial is not None and (trial.choice is None or trial.settings != self._new_trial(group).settings):
             self._trial = None
-        elif trial is not None:
-            self._begin_turns(trial)
 
-    def _begin_turns(self, trial: Trial) -> None:
-        self._trial, trial.step = trial, min(self.iter - self._counts_from, 0)
+    def _begin_trial(self, group: dist.ProcessGroup) -> None:
+        self._trial = self._new_trial(group)
+        self._trial.step = min(self.iter - self._counts_from, 0)
+        self._forget_times()
+
+    def _forget_times(self) -> None:
         self._clock.forget()
-        self._num_slow, self._slow_on_ranks = 0, None
+        self._slow = SlowSteps()
 
     def _names(self, num_ranks: int = 2) -> list[str]:
         """Return a trial's candidates, with nodes each flat and hierarchical.
@@ -301,13 +299,7 @@ class AutoState(CompressorState):
         num_ranks = math.prod(each.size() for each in groups)
         trial.end_round([each / num_ranks for each in total], waits, self.iter)
         if trial.choice is not None:
-            if trial.unknown:
-                logger_of(self).warning(
-                    "auto_hook knows no time of a step with %s after %s rounds, so it uses %s. Likely cause: "
-                    "a clock that stands still, goes back or returns NaN on a rank.",
-                    *(", ".join(trial.unknown), trial.round, trial.choice),
-                )
-            say(_decision(trial, self.table, self.iter), group)
+            _announce(trial, self.table, self.iter, group)
             if self.recorder is not None:
                 choice = {"step": self.iter, "choice": trial.choice, "candidates": self.table}
                 self.recorder.choices.append(choice)
@@ -315,19 +307,6 @@ class AutoState(CompressorState):
     def _groups(self, group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
         """Return the groups that choose alike: a step waits for the slowest shard, too."""
         return [group] if self.shard_group is None else [group, self.shard_group]
-
-    def _check_speed(self, trial: Trial, group: dist.ProcessGroup) -> None:
-        """Begin another trial if steps have become slow. The host waits for nothing but old results."""
-        limit = SLOW * trial.medians()[str(trial.choice)]
-        for _, seconds in self._clock.take():
-            self._num_slow = self._num_slow + 1 if seconds > limit else 0
-        before = self._slow_on_ranks
-        if before is not None and before.wait()[0] >= MAX_SLOW_STEPS:
-            say(f"auto_hook: {MAX_SLOW_STEPS} steps in a row were slow, so the trial is repeated", group)
-            self._begin_turns(self._new_trial(group))
-        else:
-            what = "compare the speed of auto_hook's steps"
-            self._slow_on_ranks = ReducedValues(what, [self._num_slow], self._groups(group), self._device)
 
     def _average_compressed(
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, phase: Phase, own: Bucket
@@ -352,9 +331,12 @@ class AutoState(CompressorState):
     def state_dict(self) -> dict[str, Any]:
         """Return everything except the process group, in the format of CompressorState.state_dict.
 
-        It also has "trial", the fields of the trial; None before a trial.
+        It also has "trial", the fields of the last trial; None before and during one.
         """
-        return {**super().state_dict(), "trial": None if self._trial is None else asdict(self._trial)}
+        return {**super().state_dict(), "trial": self._ended_trial()}
+
+    def _ended_trial(self) -> dict[str, Any] | None:
+        return None if self._trial is None or self._trial.choice is None else asdict(self._trial)
 
     def checked(self, state_dict: Any) -> dict[str, Any]:
         checkpoint.require_version(state_dict)
@@ -381,16 +363,18 @@ def _forms_of(names: tuple[str, ...], *, has_nodes: bool, is_gloo: bool) -> list
     return [form.name for form in forms_of(hooks, has_nodes=has_nodes, is_gloo=is_gloo)]
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None or not math.isfinite(seconds) else seconds * 1e3
-
-
 def _shown_gain(row: dict[str, Any]) -> str:
     return f"{row['gain_ms']:.3g} ms ({row['gain_low_ms']:.3g} to {row['gain_high_ms']:.3g})"
 
 
-def _decision(trial: Trial, table: list[dict[str, Any]], step: int) -> str:
+def _announce(trial: Trial, table: list[dict[str, Any]], step: int, group: dist.ProcessGroup) -> None:
     """Say what was chosen before this step, and why, with the table."""
+    if trial.unknown:
+        logger.warning(
+            "auto_hook knows no time of a step with %s after %s rounds, so it uses %s. Likely cause: "
+            "a clock that stands still, goes back or returns NaN on a rank.",
+            *(", ".join(trial.unknown), trial.round, trial.choice),
+        )
     shown, levels, first, chosen = [], [1.0], table[0], table[0]
     for row in table:
         chosen = row if row["candidate"] == trial.choice else chosen
@@ -406,10 +390,11 @@ def _decision(trial: Trial, table: list[dict[str, Any]], step: int) -> str:
         why = f"no other surely gains more than {trial.tolerance:.0%} of its step, within {wait}"
     else:
         why = f"gain {_shown_gain(chosen)} of {wait}"
-    return (
+    say(
         f"auto_hook uses {trial.choice} from step {step} on: {why}. Each with its time, its gain "
         f"over {trial.names[0]} (interval at {min(levels):.1%}) and its bytes per step, and its cost "
-        f"in loss in docs/accuracy.md: {'; '.join(shown)}"
+        f"in loss in docs/accuracy.md: {'; '.join(shown)}",
+        group,
     )
 
 

@@ -69,16 +69,14 @@ class PowerSGDState(CompressorState):
         torch.bfloat16 or torch.float16. None: the bucket's dtype.
     start_bits: 4 or 8: quantize the first start_powerSGD_iter steps to 4 or 8 bits, see quantization_hook;
         PowerSGD continues from their errors. None: the first steps are exact.
-    ranks_per_node: the number of ranks that share a network card. int8 factors and a quantized start are then
-        averaged hierarchically, see quantization_hook; so are other factors on a CPU. "auto": see
-        QuantizationState. 1: without nodes.
+    ranks_per_node: see CompressorState. With nodes int8 factors and a quantized start are averaged
+        hierarchically, see quantization_hook; so are other factors on a CPU.
 
     Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError if
     process_group is not a process group. Assigning to an attribute raises the same errors.
 
-    Checkpoints: use ``torch.save`` and ``torch.load`` (with its safe default), or state_dict() and
-        load_state_dict(). Every rank has its own errors: save one checkpoint per rank to continue exactly, or
-        consolidated_state_dict(state) once for all ranks.
+    Checkpoints: use ``torch.save`` and ``torch.load`` (with its safe default), or state_dict(); see
+        CompressorState.
     """
 
     _default_ranks_per_node = AUTO

@@ -37,7 +37,7 @@ ALIGNMENT = 16  # quantization_pertensor_hook's block sizes are multiples of 16 
 class QuantizationState(CompressorState):
     """The state that quantization_hook is registered with: options, errors, statistics.
 
-    process_group: the group that averages; None for the default one.
+    process_group: the group that averages, or a DeviceMesh, see CompressorState; None for the default one.
     bits: 4 or 8 bits for each element of a matrix. Vectors, and tensors smaller than a block, are sent
         exactly. 16 bits: every element is rounded to a 16-bit dtype, the sum over the ranks is in fp32, and
         between more than two ranks the mean is rounded once more.
@@ -48,12 +48,8 @@ class QuantizationState(CompressorState):
     uncompressed_dtype: the dtype in which vectors and small tensors are sent, with 16 bits all tensors:
         torch.bfloat16 or torch.float16. None: the bucket's dtype; with 16 bits torch.bfloat16.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
-    ranks_per_node: the number of ranks that share a network card. Averages are then hierarchical: exactly
-        within a node, in codes between nodes. "auto": torchrun's LOCAL_WORLD_SIZE if process_group is the
-        default one, and there are several nodes of equally many ranks that follow one another; otherwise 1.
-        1: without nodes.
-
-    A DeviceMesh of two dimensions, (between nodes, within nodes), as process_group also sets ranks_per_node.
+    ranks_per_node: see CompressorState. With nodes averages are hierarchical: exact within a node, in codes
+        between nodes.
 
     Raises ValueError for an invalid option, TypeError if process_group is not a process group.
 

@@ -8,7 +8,6 @@ from contextlib import redirect_stderr
 import pytest
 
 from gradcomp.testing import check_hook
-from tests.programs import TORCHRUN, run_python
 
 BYTES = "of 54.08 kB per step and rank"
 LINE = f"gradcomp: PowerSGD compresses from step 3 on: 8.7 times fewer bytes, 6.21 kB {BYTES}"
@@ -85,14 +84,6 @@ def test_the_environment_silences_it(run_ranks, value, lines):
 )
 def test_logging_takes_over_once_it_is_configured(run_ranks, configure, lines):
     assert run_ranks(said, 1, configure) == [lines]
-
-
-def test_one_rank_of_two_says_it(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM.format(configure="", options=""))
-    done = run_python(*TORCHRUN, script, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("compresses from") == 1
 
 
 @pytest.mark.usefixtures("plain_torch")

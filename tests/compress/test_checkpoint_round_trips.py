@@ -44,6 +44,9 @@ STATES = {
         lambda: power_sgd(factor_dtype=torch.int8, uncompressed_dtype=torch.bfloat16, start_bits=4),
         powerSGD_hook,
     ),
+    "cold start": (lambda: power_sgd(warm_start=False), powerSGD_hook),
+    "no error feedback": (lambda: power_sgd(use_error_feedback=False), powerSGD_hook),
+    "epsilon": (lambda: power_sgd(orthogonalization_epsilon=1e-8), powerSGD_hook),
     "batched": (power_sgd, batched_powerSGD_hook),
     "batched after 8 bits": (lambda: power_sgd(start_bits=8), batched_powerSGD_hook),
     "int4": (lambda: quantization(4), quantization_hook),
@@ -62,6 +65,11 @@ def loaded(make, state_dict):
     return state
 
 
+def loaded_twice(make, state_dict):
+    """Save a loaded state again before it has seen any bucket."""
+    return loaded(make, reload(loaded(make, state_dict).state_dict()))
+
+
 def through_comm_hook(state, make, hook, folder):
     comm_hook = CommHook(make(), hook)
     comm_hook.load_state_dict(reload(CommHook(state, hook).state_dict()))
@@ -78,7 +86,7 @@ def through_dcp(state, make, hook, folder):
 # True: each rank gets its own errors back. False: each rank gets the mean of all ranks' errors.
 WAYS = {
     "state_dict": (lambda s, make, hook, folder: loaded(make, s.state_dict()), True),
-    "a file": (lambda s, make, hook, folder: loaded(make, reload(s.state_dict())), True),
+    "a file": (lambda s, make, hook, folder: loaded_twice(make, reload(s.state_dict())), True),
     "a pickle": (lambda s, make, hook, folder: reload(s), True),
     "a copy": (lambda s, make, hook, folder: copy.copy(s), True),
     "a deep copy": (lambda s, make, hook, folder: copy.deepcopy(s), True),

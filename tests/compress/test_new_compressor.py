@@ -124,62 +124,39 @@ def test_errors_follow_their_parameters_into_other_buckets():
     assert (totals + errors).abs().max() < 1e-5
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(4)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-def train(rank, kind):
-    """Train with the compressor; return the first loss, the last loss, and the parameters."""
+def train(rank):
+    """Train on torch's DDP; return the first loss, the last loss, and the parameters."""
     torch.manual_seed(0)
-    model = Net()
+    layers = [layer for _ in range(4) for layer in (nn.Linear(12, 12), nn.Tanh())]
+    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.001)
     state, data = new_state(density=0.2), torch.randn(64, 12, generator=torch.Generator().manual_seed(rank))
-    wrapped, reducer = model, None
-    if kind == "torch":
-        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
-    elif kind == "gradcomp":
-        wrapped = gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.001)
-    elif kind == "reducer":
-        reducer = gradcomp.Reducer(model.parameters(), bucket_cap_mb=0.001)
-    registered = {"torch": wrapped, "gradcomp": wrapped, "reducer": reducer}.get(kind)
-    if registered is not None:
-        registered.register_comm_hook(state, compress_hook)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
+    ddp.register_comm_hook(state, compress_hook)
+    optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.2), []
     for _ in range(40):
         optimizer.zero_grad()
-        loss = (wrapped(data) - data.roll(1, dims=1)).square().mean()
+        loss = (ddp(data) - data.roll(1, dims=1)).square().mean()
         loss.backward()
-        if kind == "average_":
-            gradcomp.average_([p.grad for p in model.parameters()], compress_hook, state)
         optimizer.step()
         losses.append(float(loss))
     assert state.iter == 40
     assert state.compression_stats()[0] > 2
-    return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in model.parameters()])
+    return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in ddp.parameters()])
 
 
-@pytest.mark.parametrize("kind", ["torch", "gradcomp", "reducer", "average_"])
-def test_it_trains_everywhere(run_ranks, kind):
-    (first, last, one), (_, _, other) = run_ranks(train, 2, kind)
+def test_it_trains(run_ranks):
+    (first, last, one), (_, _, other) = run_ranks(train, 2)
     assert last < 0.95 * first
     assert torch.equal(one, other)
 
 
-def other_options(rank, name):
-    values = {"density": 0.5 if rank else 0.25} if name == "density" else {name: 3 if rank else 2}
-    compress_hook(new_state(**values), Bucket(random_gradient(SHAPES, rank, 0), SHAPES)).wait()
+def other_options(rank):
+    state = new_state(density=0.5 if rank else 0.25)
+    compress_hook(state, Bucket(random_gradient(SHAPES, rank, 0), SHAPES)).wait()
 
 
-@pytest.mark.parametrize("name", ["density", "start_iter", "random_seed"])
-def test_ranks_with_other_options_are_told_so(run_ranks, name):
-    with pytest.raises(RankError, match=rf"{name} is [\d.]+ on rank 0 and [\d.]+ on rank 1"):
-        run_ranks(other_options, 2, name)
+def test_ranks_with_other_options_are_told_so(run_ranks):
+    with pytest.raises(RankError, match=r"density is [\d.]+ on rank 0 and [\d.]+ on rank 1"):
+        run_ranks(other_options, 2)
 
 
 def saved_state(rank):
@@ -193,15 +170,7 @@ MISFITS = {
     "another compressor": (lambda d: d.update(algorithm="RandK"), "of 'RandK', but this state is of 'TopK'"),
     "a density of 2": (lambda d: d["options"].update(density=2), "density is 2, but must be"),
     "another option": (lambda d: d["options"].update(levels=2), "options has the unknown 'levels'"),
-    "a version": (lambda d: d.update(version=2), "version is 2"),
-    "no parameters": (lambda d: d.update(parameters={}), "should hold .* but holds"),
-    "an error of NaN": (
-        lambda d: next(iter(d["parameters"].values())).update(error=torch.ones(2) / 0),
-        "error has values that aren't finite",
-    ),
-    "a start of 1.5": (lambda d: d.update(start_iter=1.5), "start_iter is 1.5, but must be a whole number"),
-    "an unknown key": (lambda d: d.update(speed=2), "unknown 'speed'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
@@ -215,17 +184,6 @@ def test_what_does_not_fit_is_refused_as_a_whole(misfit):
     with pytest.raises((ValueError, KeyError), match=message):
         state.load_state_dict(broken)
     assert equal(state.state_dict(), before)
-
-
-def test_what_was_loaded_is_the_states_own():
-    (saved,) = simulate(saved_state, 1)
-    state = new_state()
-    state.load_state_dict(saved)
-    expected = copy.deepcopy(state.state_dict())
-    for state_dict in (saved, state.state_dict()):
-        for entry in state_dict["parameters"].values():
-            entry["error"].fill_(7)
-        assert equal(state.state_dict(), expected)
 
 
 class NotFrozen:

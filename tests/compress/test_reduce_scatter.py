@@ -213,7 +213,7 @@ def sums_with(rank, group, options_of_steps):
     return shards
 
 
-def test_other_bits_take_another_plan():
+def test_other_bits_take_another_plan(plain_torch):
     """Of equal layers, two buckets take one plan in turns, but not those of other options."""
     alike = {"use_error_feedback": False, "uncompressed_dtype": torch.bfloat16}
     eight, sixteen = ({"bits": bits, **alike} for bits in (8, 16))

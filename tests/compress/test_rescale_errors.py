@@ -44,12 +44,12 @@ def averages(rank, name, scales, follow="rescale", resume_at=None):
     return torch.stack(found)
 
 
-def runs(rank, name):
+def runs(rank, name, scales):
     return (
-        averages(rank, name, [1.0] * len(SCALES)),
-        averages(rank, name, SCALES),
-        averages(rank, name, SCALES, "assign", resume_at=4),
-        averages(rank, name, SCALES, follow=None),
+        averages(rank, name, [1.0] * len(scales)),
+        averages(rank, name, scales),
+        averages(rank, name, scales, "assign", resume_at=len(scales) - 2),
+        averages(rank, name, scales, follow=None),
     )
 
 
@@ -58,11 +58,13 @@ def runs(rank, name):
     ("name", "interpret"),
     [
         *((name, False) for name in KINDS),
-        *((name, True) for name in everyday(["int8 factors"], ["int4", "PowerSGD", "int8 factors"])),
+        *((name, True) for name in everyday(["PowerSGD"], ["int4", "PowerSGD", "int8 factors"])),
     ],
 )
 def test_the_scale_makes_no_difference_to_averages(run_ranks, name, interpret):
-    for without_scale, followed, resumed, not_followed in run_ranks(runs, 2, name, interpret=interpret):
+    scales = SCALES[-4:] if interpret else SCALES  # the interpreter is slow
+    ranks = run_ranks(runs, 2, name, scales, interpret=interpret)
+    for without_scale, followed, resumed, not_followed in ranks:
         for scaled in (followed, resumed):
             if interpret:
                 # The kernels subtract P Qᵀ in the next step. Reading an error before rounds it once more.

@@ -12,6 +12,7 @@ import gradcomp
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.depth import mixed
 
 SIZE, STEPS = 40, 5
 TORCH, OURS = nn.parallel.DistributedDataParallel, gradcomp.DistributedDataParallel
@@ -163,8 +164,7 @@ def branches_in_turn(rank, library, options):
     return counted, undone, refusal
 
 
-@pytest.mark.parametrize("as_view", [False, True], ids=["copies", "views"])
-@pytest.mark.parametrize("library", [TORCH, OURS], ids=["torch", "gradcomp"])
+@pytest.mark.parametrize(("library", "as_view"), mixed([TORCH, OURS], [False, True]))
 def test_branches_in_turn_are_steps_of_their_own(run_ranks, library, as_view):
     options = {"skip_all_reduce_unused_params": True, "gradient_as_bucket_view": as_view}
     ranks = run_ranks(branches_in_turn, 2, library, options)

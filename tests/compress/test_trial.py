@@ -1,14 +1,16 @@
 """The rule by which a trial chooses, and the clock of steps."""
 
 import math
+from dataclasses import asdict
 from itertools import chain
 from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from gradcomp.compress.trial import Gain, StepClock, Trial, choose
-from gradcomp.hooks.auto_hook import CANDIDATES
+from gradcomp.compress.trial import MAX_SLOW_STEPS, Gain, SlowSteps, StepClock, Trial, choose
+from gradcomp.hooks.auto_hook import CANDIDATES, AutoState
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,7 @@ def test_missing_times_have_no_pairs():
     none, other = [10.0] * 12, [math.inf] * 9 + [5.0] * 3
     assert Gain.of(none, other, 1) == Gain(5.0, 5.0, 5.0, 0.75)
     assert Gain.of(none, [math.inf] * 12, 1) is None
+    assert Gain.of([9.0, 1.0, 1.0], [0.0] * 3, 1).median == 1.0
     assert choice_of([none, other], 100.0) == 1
     assert choice_of([other, none], 100.0) == 0
 
@@ -111,6 +114,46 @@ def test_a_round_without_times_is_repeated():
     assert (trial.choice, trial.chosen_at) == ("none", 14)
     assert trial.seconds == {"none": [math.inf, 1.0], "int4": [2.0, 2.0]}
     assert trial.waits == [math.inf, 0.5]
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_slow_steps_count_in_a_row():
+    slow, given = SlowSteps(), (1.0, [dist.group.WORLD], torch.device("cpu"))
+    steps = [(0, 2.0)] * (MAX_SLOW_STEPS - 1)
+    found = [slow.are_too_many(each, *given) for each in (steps, [(0, 1.0)], steps, steps[:1], [])]
+    assert found == [False] * 4 + [True]  # known one check later
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("names", [], r"trial: names is \[\]"),
+        ("choice", "int3", "trial: choice is 'int3'"),
+        ("before", 3, "trial: before is 3"),
+        ("taking_part", ["int3"], r"trial: taking_part is \['int3'\]"),
+        ("seconds", {"none": [1.0]}, "trial: seconds is"),
+        ("waits", [1.0, 1.0], "trial: seconds is"),
+        ("waits", None, "trial: an entry has another type"),
+        ("tolerance", -1.0, "trial: tolerance is -1.0"),
+        ("steps_per_turn", 2, "trial: steps_per_turn is 2"),
+        ("step", 0.5, "trial: step is 0.5"),
+        ("place", [2], r"trial: place is \[2\]"),
+        ("sent_bytes", {"none": -3}, "trial: sent_bytes is"),
+    ],
+)
+def test_a_damaged_trial_is_refused(entry, value, message):
+    trial = Trial(["none", "int4"], (2, 1), 3, 1, 0.05, sent_bytes={"none": 7})
+    trial.end_round([1.0, 2.0], [0.5], 14)
+    saved = AutoState().state_dict() | {"trial": asdict(trial)}
+    state = AutoState()
+    state.load_state_dict(saved)
+    assert state.state_dict()["trial"] == asdict(trial)
+    saved["trial"] = {**asdict(trial), entry: value}
+    with pytest.raises(ValueError, match=message):
+        state.load_state_dict(saved)
+    del saved["trial"][entry]
+    with pytest.raises(KeyError, match="lacks"):
+        state.load_state_dict(saved)
 
 
 def test_the_clock_forgets():

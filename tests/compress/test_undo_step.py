@@ -339,7 +339,7 @@ LOOPS = {
 }
 CASES = [
     *(("torch's DDP", hook) for hook in HOOKS),
-    *((loop, hook) for loop in ("wrapper", "broken off", "average_") for hook in ("int4", "PowerSGD")),
+    *(("wrapper", "PowerSGD"), ("broken off", "int4"), ("broken off", "PowerSGD"), ("average_", "int4")),
     ("FSDP2", "int4"),
 ]
 

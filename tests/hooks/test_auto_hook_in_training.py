@@ -1,25 +1,20 @@
 """auto_hook wherever hooks are registered, on real ranks: all ranks choose alike, and replicas stay equal."""
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 from gradcomp.compress import consolidated_state_dict
 from gradcomp.frameworks import CommHook
 from gradcomp.fsdp import compress_replicas
-from gradcomp.hooks import DDPCommHookType, register_ddp_comm_hook
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from tests.fsdp.models import RANKS, batch_of, new_grid, sharded, weights
-from tests.ranks import of_all_ranks
 from tests.reducer.models import run_cases
 from tests.training import Averaged, parameters_of, train
 
-CANDIDATES = ("none", "bf16", "int4", "powersgd:2:int8")
+CANDIDATES = ("none", "int4", "powersgd:2:int8")
 OPTIONS = {"candidates": CANDIDATES, "start_iter": 2, "steps_per_turn": 3, "rounds": 2}
-STEPS = 36  # 2 plain ones, at most 24 of the trial
+STEPS = 26  # 2 plain ones, at most 18 of the trial
 
 
 def net():
@@ -46,7 +41,7 @@ def averaged(way, state):
     return model
 
 
-WRAPPERS = ("torch", "gradcomp", "CommHook", "reducer")
+WRAPPERS = ("gradcomp", "CommHook", "reducer")
 
 
 def train_with(rank, way):
@@ -108,19 +103,3 @@ def test_all_shards_choose_alike(run_ranks):
         assert found is not None
     for one, other in ((0, 2), (1, 3)):
         assert all(map(torch.equal, results[one][0], results[other][0]))
-
-
-@pytest.mark.ranks(2)
-def test_by_type(rank):
-    model = TorchsDDP(net())
-    register_ddp_comm_hook(DDPCommHookType.AUTO, model, dist.group.WORLD)
-    loss_of(model, rank, 0).backward()
-    assert of_all_ranks(model.logger._get_ddp_logging_data().strs_map["comm_hook"]) == ["auto_hook"] * 2
-
-
-@pytest.mark.ranks(2)
-def test_unlike_lists(rank):
-    model = TorchsDDP(net())
-    model.register_comm_hook(AutoState(candidates=["none", ("int4", "int8")[rank]]), auto_hook)
-    with pytest.raises(RuntimeError, match=r'candidates\[1\] is "int4" on rank 0 and "int8" on rank 1'):
-        loss_of(model, rank, 0).backward()

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_d
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import debugging_hooks, default_hooks
+from tests.depth import mixed
 from tests.devices import device_of_rank
 from tests.ranks import RankError
 from tests.reducer.models import run_cases
@@ -116,13 +117,9 @@ OPTIONS = [
 # local_and_averaged's arguments.
 CASES = [
     *((hook, {}) for hook in ROUNDED_TO),
-    *((hook, options) for hook in ("allreduce", "fp16", "bf16") for options in OPTIONS),
+    *mixed(("allreduce", "fp16", "bf16"), OPTIONS),
     # Ranks check that results have the bucket's dtype. They have the precision of the bucket or the wire.
-    *(
-        (hook, {}, dtype)
-        for hook in ("allreduce", "fp16", "bf16 around fp16")
-        for dtype in (torch.float64, torch.bfloat16, torch.float16)
-    ),
+    *mixed(("allreduce", "fp16", "bf16 around fp16"), ({},), (torch.float64, torch.bfloat16, torch.float16)),
 ]
 
 

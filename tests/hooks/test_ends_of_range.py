@@ -15,6 +15,7 @@ from gradcomp.hooks.quantization_hooks import (
     quantization_pertensor_hook,
 )
 from gradcomp.testing import run_ranks
+from tests.depth import everyday, mixed
 from tests.hooks.powersgd_oracle import Bucket, relative
 from tests.tolerances import LARGEST_LOSS
 
@@ -100,8 +101,9 @@ def check_mean(name, dtype, world_size, kind, num_steps=5):
 
 
 @pytest.mark.usefixtures("plain_torch")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", [name for name in HOOKS if "fp16" not in name])
+@pytest.mark.parametrize(
+    ("name", "world_size"), mixed([name for name in HOOKS if "fp16" not in name], [1, 2, 3, 4])
+)
 def test_the_mean_of_the_largest_numbers_of_fp32(name, world_size):
     for kind in (
         "equal",
@@ -112,15 +114,18 @@ def test_the_mean_of_the_largest_numbers_of_fp32(name, world_size):
 
 
 @pytest.mark.usefixtures("plain_torch")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["none", "4 bits", "8 bits", "per tensor", "per channel"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    mixed(["none", "4 bits", "8 bits", "per tensor", "per channel"], [torch.float16, torch.bfloat16]),
+    ids=str,
+)
 def test_the_mean_of_the_largest_numbers_of_16_bits(name, dtype):
     for kind in ("equal", "signs", "uniform"):
         check_mean(name, dtype, 2, kind)
 
 
 @INTERPRETED
-@pytest.mark.parametrize("name", ["4 bits", "8 bits", "PowerSGD"])
+@pytest.mark.parametrize("name", everyday(["8 bits", "PowerSGD"], ["4 bits", "8 bits", "PowerSGD"]))
 def test_the_mean_of_the_largest_numbers_on_the_kernels(name):
     check_mean(name, torch.float32, 2, "signs", num_steps=3)
 
@@ -159,16 +164,17 @@ def test_what_a_wire_cannot_hold_is_forgotten(name, dtype, value):
     check_recovery(name, dtype, value)
 
 
+BEYOND_ON_KERNELS = [
+    ("4 bits", torch.float64, 1e42),
+    ("PowerSGD fp16", torch.float32, 1e6),
+    ("8 bits", torch.float64, 1e42),
+    ("PowerSGD", torch.float32, 1e38),
+]
+
+
 @INTERPRETED
 @pytest.mark.parametrize(
-    ("name", "dtype", "value"),
-    [
-        ("4 bits", torch.float64, 1e42),
-        ("8 bits", torch.float64, 1e42),
-        ("PowerSGD", torch.float32, 1e38),
-        ("PowerSGD fp16", torch.float32, 1e6),
-    ],
-    ids=str,
+    ("name", "dtype", "value"), everyday(BEYOND_ON_KERNELS[:2], BEYOND_ON_KERNELS), ids=str
 )
 def test_what_a_wire_cannot_hold_is_forgotten_on_the_kernels(name, dtype, value):
     check_recovery(name, dtype, value)

@@ -12,6 +12,7 @@ from gradcomp import hooks
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import (
     DDPCommHookType,
+    auto_hook,
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
@@ -137,6 +138,14 @@ def test_power_sgd_types_make_their_state(name, group_of_one):
     DDPCommHookType[name].value(model=model, state=group, start_powerSGD_iter=7)
     state, _ = model.registered
     assert (state.process_group, state.start_powerSGD_iter) == (group, 7)
+
+
+def test_the_auto_type_makes_its_state(group_of_one):
+    model = FakeModel()
+    register_ddp_comm_hook(DDPCommHookType.AUTO, model, dist.group.WORLD)
+    state, hook = model.registered
+    assert hook is auto_hook.auto_hook
+    assert (type(state), state.process_group) == (auto_hook.AutoState, dist.group.WORLD)
 
 
 def test_wrapping_the_plain_hook_is_the_compress_hook():

@@ -1,8 +1,6 @@
 """Show that each defect of torch's PowerSGD hooks fails in torch, and not here."""
 
-import io
 import math
-import pickle
 import re
 from pathlib import Path
 
@@ -88,36 +86,6 @@ def test_the_batched_hook(run_ranks):
     assert relative(ranks[0][1].double() + errors, mean) <= ONE_STEP
 
 
-# Checkpoints.
-
-
-def save_and_load(rank, name):
-    module = MODULES[name]
-    state = new_state(module)
-    for step in range(START + 2):
-        run_step(module, state, random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES)
-    file = io.BytesIO()
-    torch.save({"comm_hook": module.powerSGD_hook, "comm_hook_state": state}, file)
-    file.seek(0)
-    if name == "torch":
-        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-            torch.load(file)
-        return None
-    loaded = torch.load(file)
-    assert loaded["comm_hook"] is powerSGD_hook.powerSGD_hook
-    return [
-        run_step(powerSGD_hook, each, random_gradient(FEW_SHAPES, rank, 99), FEW_SHAPES)
-        for each in (state, loaded["comm_hook_state"])
-    ]
-
-
-def test_checkpoints_load_under_the_safe_default(run_ranks):
-    """torch.load, as torch's documentation uses it, refuses torch's own state."""
-    assert run_ranks(save_and_load, 1, "torch") == [None]
-    for original, loaded in run_ranks(save_and_load, 2, "gradcomp"):
-        assert torch.equal(original, loaded)
-
-
 # Collectives.
 
 
@@ -144,10 +112,9 @@ def test_two_collectives_per_bucket(run_ranks):
 
 def test_two_collectives_whatever_the_bucket(run_ranks):
     cases = [
-        ("gradcomp", hook, [(160, 150)] * num_matrices + [(11,)], factor_rank)
+        ("gradcomp", hook, [(32, 30)] * num_matrices + [(11,)], factor_rank)
         for hook in ("powerSGD_hook", "batched_powerSGD_hook")
-        for num_matrices in (1, 8, 60)
-        for factor_rank in (1, 4, 32)
+        for num_matrices, factor_rank in ((1, 1), (9, 4))
     ]
     (counted,) = run_ranks(run_cases, 1, count_collectives, cases)
     assert [len(each) for each in counted] == [2] * len(cases)
@@ -158,11 +125,11 @@ def test_two_collectives_whatever_the_bucket(run_ranks):
 
 
 def errors_of_a_vector(rank, name):
-    """Return a vector's rms error after 200 steps, and its (gradient, output) in every step."""
+    """Return a vector's rms error after 100 steps, and its (gradient, output) in every step."""
     module = MODULES[name]
     state, shapes = new_state(module), [(500,), (64, 48)]
     outputs = []
-    for step in range(START + 200):
+    for step in range(START + 100):
         gradient = random_gradient(shapes, rank, step)
         outputs.append((gradient[:500].clone(), run_step(module, state, gradient, shapes)[:500].clone()))
     error = state.error_dict[0] if name == "torch" else error_in(state)
@@ -176,7 +143,7 @@ def test_tensors_not_compressed_have_no_error(run_ranks):
     ranks = run_ranks(errors_of_a_vector, 2, "gradcomp")
     for wandered, outputs in ranks:
         assert wandered == 0
-        for step in range(START + 200):
+        for step in range(START + 100):
             locals_ = torch.stack([ours[step][0].double() for _, ours in ranks])
             bound = average(torch.float32, 2, locals_.abs().amax(0))
             assert ((outputs[step][1] - locals_.mean(0)).abs() <= bound).all()

@@ -13,7 +13,7 @@ from gradcomp.testing.run import run_hook
 from gradcomp.testing.workload import Workload
 from tests.depth import everyday
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
-from tests.hooks.powersgd_runs import HOOKS, START, continued_from, new_state, reload
+from tests.hooks.powersgd_runs import HOOKS, START, continued_from, new_state
 from tests.kept import error_in
 from tests.tolerances import FACTOR_ROUNDINGS, FACTOR_UNIT, MEAN_ERROR
 
@@ -29,8 +29,8 @@ def make_state(group, **options):
 
 
 CHECKED = [
-    ("batched", {"factor_dtype": torch.int8}),
     ("powerSGD", {"factor_dtype": torch.int8, "uncompressed_dtype": torch.bfloat16, "start_bits": 4}),
+    ("batched", {"factor_dtype": torch.int8}),
     ("powerSGD", {"factor_dtype": torch.bfloat16}),
     ("powerSGD", {"factor_dtype": torch.float16}),
     ("powerSGD", {"factor_dtype": torch.int8}),
@@ -44,10 +44,10 @@ HELD = (
 )
 
 
-@pytest.mark.parametrize(("name", "options"), everyday(CHECKED[:2], CHECKED), ids=str)
+@pytest.mark.parametrize(("name", "options"), everyday(CHECKED[:1], CHECKED), ids=str)
 def test_every_property_of_the_kit(name, options):
     make = partial(make_state, **options)
-    report = check_hook(HOOKS[name], make, max_examples=everyday(2, 3), only=everyday(HELD, ()))
+    report = check_hook(HOOKS[name], make, max_examples=everyday(1, 3), only=everyday(HELD, ()))
     report.raise_if_failed()
     assert {name for name, verdict in report.verdicts.items() if verdict.outcome == "holds"} >= set(HELD)
 
@@ -165,27 +165,6 @@ def _kept(state, parameters):
     """Return the parameters of the state's first bucket, so that all buckets belong to one model."""
     state.__dict__.setdefault("models_parameters", parameters)
     return state.models_parameters
-
-
-def resumed(rank, group, options):
-    """Return the outputs of a run, and of a run that is saved and loaded after every compressed step."""
-    runs = []
-    for is_saved in (False, True):
-        state, outputs = make_state(group, **options), []
-        for step in range(START + 3):
-            bucket = Bucket(random_gradient(SHAPES, rank, step), SHAPES)
-            outputs.append(powerSGD_hook(state, bucket).wait().clone())
-            if is_saved and step >= START:
-                state = reload(state)
-                state.process_group = group
-        runs.append(outputs)
-    return runs
-
-
-@DTYPES
-def test_a_resumed_run_has_the_same_bits(dtype):
-    for one, other in run_ranks(resumed, 2, {"factor_dtype": dtype}):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.powersgd_runs import HOOKS, START
 from tests.hooks.test_default_hooks import Net, loss_of
-from tests.ranks import of_all_ranks, simulate
+from tests.ranks import simulate
 from tests.reducer.models import run_cases
-from tests.training import Layers, gradients_of, parameters_of
+from tests.training import gradients_of, parameters_of
 from tests.training import train as train_on
 
 
@@ -58,7 +58,7 @@ def options_of(**options):
 
 
 BOTH = ("powerSGD", "batched")
-STEPS = everyday(15, 40)
+STEPS = everyday(8, 40)
 VIEW, UNUSED = {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}
 # By world size, train's arguments: hook, DDP's options, the state's options, steps, dtype.
 CASES = {
@@ -68,7 +68,10 @@ CASES = {
             (hook, options, options_of(), STEPS)
             for hook, options in mixed(BOTH, (VIEW, UNUSED, UNUSED | VIEW, {"static_graph": True}))
         ),
-        *((hook, {}, options_of(), STEPS) for hook in HOOKS if "around" in hook),
+        *(
+            (f"{dtype} around {hook}", {}, options_of(), STEPS)
+            for dtype, hook in mixed(("fp16", "bf16"), BOTH)
+        ),
         *(
             (hook, {}, options_of(), STEPS, dtype)
             for hook, dtype in mixed(BOTH, (torch.bfloat16, torch.float16, torch.float64))
@@ -76,16 +79,8 @@ CASES = {
     ],
     3: [
         *((hook, {}, options_of(matrix_approximation_rank=4), STEPS) for hook in BOTH),
-        *(
-            ("powerSGD", {}, {"matrix_approximation_rank": 4, **options}, STEPS)
-            for options in (
-                {"warm_start": False},
-                {"use_error_feedback": False},
-                {"min_compression_rate": 0.5},
-            )
-        ),
+        ("powerSGD", {}, options_of(warm_start=False, min_compression_rate=0.5), STEPS),
     ],
-    4: [(hook, {}, options_of(matrix_approximation_rank=4), STEPS) for hook in BOTH],
 }
 
 
@@ -121,27 +116,10 @@ def compress_from_the_first_step(rank, options):
 
 def test_training_reaches_about_the_loss_of_no_compression(run_ranks):
     hooks = ("none", "fp16 around powerSGD", *everyday((), BOTH))
-    ranks = run_ranks(run_cases, 2, train, [(hook, {}, options_of(), 150) for hook in hooks])
+    ranks = run_ranks(run_cases, 2, train, [(hook, {}, options_of(), 80) for hook in hooks])
     for losses in ([losses for _, _, losses, _ in results] for results in ranks):
         other, *with_compression = losses
         assert other[-1] < 0.3 * other[0], "the training itself does not converge"
         for mine in with_compression:
             # The losses differ by less than a tenth of the training's progress.
             assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])
-
-
-# Layers that a step does not use.
-
-
-@pytest.mark.ranks(2)
-def test_a_layer_that_is_used_later_gets_gradients(rank):
-    """DDP fills an unused layer's part of the bucket with zeros. Later gradients must still come through."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Layers(64, 64, 64), find_unused_parameters=True)
-    state = powerSGD_hook.PowerSGDState(None, 2, START)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    for step in range(START + 6):
-        model.zero_grad()
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * rank + step))
-        model(x, () if step >= START + 3 else (1,)).square().mean().backward()
-    assert all(norm > 0 for norm in of_all_ranks(float(model.module.layers[1].weight.grad.norm())))

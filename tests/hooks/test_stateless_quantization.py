@@ -16,6 +16,7 @@ from gradcomp.hooks.quantization_hooks import (
     quantization_pertensor_hook,
 )
 from gradcomp.testing import run_ranks as run_simulated_ranks
+from tests.depth import mixed
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.hooks.test_quantization_hook import state_of
 from tests.ranks import of_all_ranks, simulate
@@ -106,8 +107,7 @@ def train_with(rank, way, hook):
     return parameters_of(model), losses[-1], kept, sum(p.nbytes for p in model.parameters())
 
 
-@EACH
-@pytest.mark.parametrize("way", ["torch", "gradcomp"])
+@pytest.mark.parametrize(("name", "way"), mixed(list(HOOKS), ["torch", "gradcomp"]))
 def test_several_buckets_and_unused_layers_train_as_without_a_hook(run_ranks, name, way):
     (one, loss, kept, gradients), (other, *_) = run_ranks(train_with, 2, way, HOOKS[name])
     (_, exact, *_), _ = run_ranks(train_with, 2, way, None)

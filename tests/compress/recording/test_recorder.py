@@ -14,6 +14,7 @@ from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import RankError, compression_report
 from tests.compress.test_new_compressor import TopK, TopKOptions
+from tests.depth import mixed
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, starts
 from tests.hooks.powersgd_runs import equal, simulate
 from tests.kept import error_in
@@ -252,8 +253,7 @@ def not_finite(rank, name, value):
     return recording.rows()
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize(("name", "value"), mixed(list(HOOKS), [math.inf, math.nan]))
 @pytest.mark.usefixtures("plain_torch")
 def test_a_step_of_inf_or_nan_is_a_row_like_others(name, value):
     first, _ = simulate(not_finite, 2, name, value)
