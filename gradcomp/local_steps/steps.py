@@ -43,14 +43,12 @@ __all__ = ["LocalSteps"]
 class _Exchange:
     """An exchange that is under way: an average of pseudo-gradients, with numbers of ranks.
 
-    hooked, group: the hook with its state, and the ranks.
-    keys: the tensors by which the state knows the weights.
+    keys: the tensors by which the hook's state knows the weights.
     indices: see Averaging.
     moved: the pseudo-gradients, which become their averages.
     begun: the weights when it began; empty without a delay.
     counts: the numbers of ranks that mean to give something in the next exchange, and that do in this one;
         then every rank's number of exchanges.
-    factor: see average.
     hooks_step: the hook's step when it began, if it counts.
     num_steps: the number of local steps since it began.
     """
