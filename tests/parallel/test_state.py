@@ -113,28 +113,6 @@ def test_a_buffer_of_one_rank_is_named_at_construction(rank):
     assert f'{number}, with "own [3] torch.float32" on rank 1 alone' in message
 
 
-def lightnings_manual_optimization(cls, rank):
-    """Call what Lightning calls on the wrapper and its reducer when users call backward themselves."""
-    torch.manual_seed(0)
-    ddp = cls(MLP())
-    results = []
-    for step in range(3):
-        ddp.zero_grad()
-        ddp.require_backward_grad_sync = False
-        loss = loss_of(ddp(batch_of(ddp.module, rank, step)))
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-        ddp.reducer._rebuild_buckets()
-        ddp.reducer.prepare_for_backward([])
-        loss.backward()
-        results.append(gradients(ddp))
-    return results
-
-
-def test_lightnings_manual_optimization(run_ranks):
-    first, second = assert_alike(run_ranks, lightnings_manual_optimization, 2)
-    assert all(torch.equal(*pair) for pair in zip(first[-1], second[-1], strict=True))
-
-
 def serialize(cls, rank, how):
     torch.manual_seed(0)
     model = MLP()
