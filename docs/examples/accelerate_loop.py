@@ -23,9 +23,10 @@ def train(folder, resume):
     data = DataLoader(TensorDataset(torch.randn(2048, 64)), batch_size=32, shuffle=True)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=4)
-    comm_hook = CommHook(state, powerSGD_hook)
+    comm_hook = CommHook(PowerSGDState(None, matrix_approximation_rank=4), powerSGD_hook)
     comm_hook.register(model)
+    state = comm_hook.state
+    state.start_powerSGD_iter = 4  # this run is short
     accelerator.register_for_checkpointing(comm_hook)
     if resume:
         accelerator.load_state(folder)

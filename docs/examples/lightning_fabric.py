@@ -16,15 +16,14 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 def train(fabric, path, resume):
     fabric.seed_everything(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    state = QuantizationState(bits=4)
-    comm_hook = CommHook(state, quantization_hook)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = fabric.setup(model, optimizer)
+    comm_hook = CommHook(QuantizationState(bits=4), quantization_hook)
     comm_hook.register(model)
 
-    contents = {"model": model, "optimizer": optimizer, "compression": comm_hook}
     if resume:
-        fabric.load(path, contents)
-    losses = []
+        fabric.load(path, {"model": model, "optimizer": optimizer, "compression": comm_hook})
+    state, losses = comm_hook.state, []
     for step in range(state.iter, state.iter + 50):
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(step))[fabric.global_rank :: 2]
         for part, half in enumerate(x.chunk(2)):
@@ -35,7 +34,7 @@ def train(fabric, path, resume):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(2 * loss.item())
-    fabric.save(path, contents)
+    fabric.save(path, {"model": model, "optimizer": optimizer, "compression": comm_hook})
     rate = state.compression_stats()[0]
     fabric.print(
         f"step {state.iter}: loss {losses[0]:.3f} to {losses[-1]:.3f}, {rate:.1f} times fewer bytes",

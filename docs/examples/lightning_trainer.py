@@ -33,7 +33,9 @@ class Roll(pl.LightningModule):
 def fit(folder, epochs, ckpt_path=None):
     pl.seed_everything(0)
     data = DataLoader(TensorDataset(torch.randn(1024, 64)), batch_size=32)
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=4)
+    state = PowerSGDState(None, matrix_approximation_rank=4)
+    state.start_powerSGD_iter = 4  # this run is short
+    callback = CommHookCallback(state, powerSGD_hook)
     model = Roll()
     trainer = pl.Trainer(
         max_epochs=epochs,
@@ -42,7 +44,7 @@ def fit(folder, epochs, ckpt_path=None):
         strategy="ddp",
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
-        callbacks=[CommHookCallback(state, powerSGD_hook)],
+        callbacks=[callback],
         default_root_dir=folder,
         logger=False,
         enable_checkpointing=False,

@@ -40,7 +40,8 @@ def main(folder):
     config = GPT2Config(
         vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )
-    trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
+    model = GPT2LMHeadModel(config)
+    trainer = Trainer(model, arguments, train_dataset=data)
     state = QuantizationState(bits=4)
     trainer.add_callback(CommHookCallback(trainer, state, quantization_hook))
     trainer.train(resume_from_checkpoint=last)

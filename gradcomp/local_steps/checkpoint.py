@@ -55,7 +55,7 @@ class SavedSteps:
         tensors, rest = self._common.optimizer_state()
         wrapped = {
             what: {name: self._common.distributed(name, each.clone()) for name, each in by_name.items()}
-            for what, by_name in {"common": self._common.local(), **tensors}.items()
+            for what, by_name in {"common": self._common.shards, **tensors}.items()
         }
         return {
             "common": wrapped.pop("common"),
@@ -120,7 +120,7 @@ class SavedSteps:
             kind, _, rest = saved.removeprefix(f"{key}.").partition(".")
             what, _, name = f"common.{rest}".partition(".") if kind == "common" else rest.partition(".")
             if saved.startswith((f"{key}.common.", f"{key}.outer.")) and name in self._own.params:
-                local = torch.empty_like(self._common.local([name])[name])
+                local = torch.empty_like(self._common.shards[name])
                 target[saved] = found.setdefault(what, {})[name] = self._common.distributed(name, local)
         dcp.load(target, storage_reader=reader)
         common, plain = found.pop("common"), target[f"{key}.plain"]

@@ -15,9 +15,7 @@ Sources: McMahan et al., "Communication-Efficient Learning of Deep Networks from
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -42,24 +40,72 @@ from .weights import CommonWeights, OwnWeights, Tensors
 __all__ = ["LocalSteps"]
 
 
-@dataclass
 class _Exchange:
-    """An exchange that is under way.
+    """An exchange that is under way: an average of pseudo-gradients, with numbers of ranks.
 
-    num_steps: the number of local steps since it began.
-    hooks_step: the hook's step, if it counts.
+    keys: the tensors by which the hook's state knows the weights.
+    indices: see Averaging.
     moved: the pseudo-gradients, which become their averages.
     begun: the weights when it began; empty without a delay.
     counts: the numbers of ranks that mean to give something in the next exchange, and that do in this one;
         then every rank's number of exchanges.
+    hooks_step: the hook's step when it began, if it counts.
+    num_steps: the number of local steps since it began.
     """
 
-    hooks_step: int | None
-    moved: Tensors
-    begun: Tensors
-    averaging: Averaging
-    counts: ReducedValues
-    num_steps: int = 0
+    def __init__(
+        self,
+        hooked: Hooked,
+        group: dist.ProcessGroup,
+        keys: Tensors,
+        indices: tuple[int, int],
+        moved: Tensors,
+        begun: Tensors,
+        counts: ReducedValues,
+        factor: float,
+    ):
+        self._hooked, self._group, self._keys, self._indices = hooked, group, keys, indices
+        self.moved, self.begun, self._counts = moved, begun, counts
+        self.hooks_step, self.num_steps = hooked.step, 0
+        try:
+            self.averaging = self.average(moved, factor)
+        except BaseException:
+            hooked.undo(self.hooks_step, all_know=True)  # by the exchanges' numbers
+            raise
+
+    def average(self, moved: Tensors, factor: float) -> Averaging:
+        """Multiply pseudo-gradients, and begin to average them over the group.
+
+        factor: makes the average one over the ranks that count. Those that have joined give zeros. Errors, of
+            earlier exchanges, count as ever.
+        """
+        torch._foreach_mul_(list(moved.values()), factor)
+        sent = {name: each for name, each in moved.items() if each.numel()}
+        return Averaging(
+            list(sent.values()),
+            self._hooked,
+            parameters=[self._keys[name] for name in sent],
+            indices=self._indices,
+            waits_at_once=not self.begun,
+        )
+
+    def wait(self) -> tuple[int, int]:
+        """Wait for the averages. Return the numbers of ranks that give something in the next and in this one.
+
+        Raises ExplainedError on every rank if the ranks have completed different numbers of exchanges.
+        """
+        try:
+            self.averaging.wait()
+            num_active, num_gave, *numbers = map(round, self._counts.wait())
+            if text := difference("the number of completed exchanges", numbers, ranks_of(self._group)):
+                raise ExplainedError(
+                    f"LocalSteps can't average: {text}, so their common weights differ. Likely cause: an "
+                    "exchange failed on some ranks alone, which went on. Call regroup() on every rank"
+                )
+        except BaseException:
+            self._hooked.undo(self.hooks_step, all_know=True)
+            raise
+        return num_active, num_gave
 
 
 class LocalSteps(SavedSteps):
@@ -181,7 +227,9 @@ class LocalSteps(SavedSteps):
                     "restart() can't take back what the exchange under way has changed in the hook's errors: "
                     "call it after the exchange, or set state.keep_undo = True"
                 )
-            self._hooked.undo(self._finished().hooks_step)
+            exchange, self._under_way = self._under_way, None
+            exchange.wait()
+            self._hooked.undo(exchange.hooks_step)
         self._num_since, self._num_begun = 0, self._num_exchanges
         self._common.load(self._own.params)
 
@@ -229,7 +277,7 @@ class LocalSteps(SavedSteps):
         """Compare the ranks of the group, and take over what differs from a rank that has gone furthest."""
         given = self._hooked.group if self._hooked.can("process_group") else self._hooked.state
         self._group = group = resolve_group("LocalSteps", given, "process_group")
-        self._device = device_for(group, self._common.local().values())
+        self._device = device_for(group, self._common.shards.values())
         require_all_ranks("LocalSteps", "train by local steps", group, "Make it on every rank")
         source, most = furthest(1 if is_new else 2 + self._num_exchanges, group, self._device)
         are_all_new = most == 1
@@ -246,9 +294,9 @@ class LocalSteps(SavedSteps):
         }
         advice = "Give every rank the same model, hook and numbers, and a group of ranks with the same shards"
         require_same_on_all_ranks("LocalSteps", values, group, self._device, advice)
-        before = {name: each.clone() for name, each in self._common.local().items()}
+        before = {name: each.clone() for name, each in self._common.shards.items()}
         others = [each if is_new else each.clone() for each in self._own.others()]
-        sent = [each for each in (*self._common.local().values(), *others) if each.numel()]
+        sent = [each for each in (*self._common.shards.values(), *others) if each.numel()]
         broadcast_coalesced(sent, source, group)
         if not are_all_new:
             own = (self._counts(), tensors, rest)
@@ -259,8 +307,8 @@ class LocalSteps(SavedSteps):
             self._common.load_optimizer(tensors, rest)
             if self._hooked.can("shared_state_dict"):
                 take_over(self._hooked.state, source, group)
-        if is_new or any(not each.equal(before[name]) for name, each in self._common.local().items()):
-            self._own.write(self._common.local())
+        if is_new or any(not each.equal(before[name]) for name, each in self._common.shards.items()):
+            self._own.write(self._common.shards)
         self._num_active = group.size()
 
     # --- exchanges ---
@@ -272,80 +320,39 @@ class LocalSteps(SavedSteps):
         gives_again: whether it takes part in the next exchange.
         """
         self._own.require_unchanged()
-        weights = self._own.local(self._fragments[self._num_begun % len(self._fragments)])
+        indices = self._num_begun % len(self._fragments), len(self._fragments)
+        weights = self._own.local(self._fragments[indices[0]])
         moved = self._common.minus(weights)
         begun = {name: each.clone() for name, each in weights.items()} if self._delay else {}
         numbers = [self._num_exchanges * (i == self._group.rank()) for i in range(self._group.size())]
         what, given = "count the ranks that still train by local steps", [gives_again, gives, *numbers]
         counts = ReducedValues(what, given, [self._group], self._device, dist.ReduceOp.SUM)
         self._num_begun += 1
-        hooks_step = self._hooked.step
-        with self._taking_back(hooks_step):
-            averaging = self._averaging(moved, self._group.size() / self._num_active)
-        self._under_way = _Exchange(hooks_step, moved, begun, averaging, counts)
-
-    def _averaging(self, moved: Tensors, factor: float) -> Averaging:
-        """Multiply pseudo-gradients of the fragment begun last, and begin to average them over the group.
-
-        factor: makes the average one over the ranks that count. Those that have joined give zeros. Errors, of
-            earlier exchanges, count as ever.
-        """
-        torch._foreach_mul_(list(moved.values()), factor)
-        sent = {name: each for name, each in moved.items() if each.numel()}
-        num_fragments = len(self._fragments)
-        return Averaging(
-            list(sent.values()),
-            self._hooked,
-            parameters=[self._keys[name] for name in sent],
-            indices=((self._num_begun - 1) % num_fragments, num_fragments),
-            waits_at_once=self._delay == 0,
+        factor = self._group.size() / self._num_active
+        self._under_way = _Exchange(
+            self._hooked, self._group, self._keys, indices, moved, begun, counts, factor
         )
 
-    def _finished(self) -> _Exchange:
-        """Wait for the exchange under way, which ends, and return it.
-
-        Raises ExplainedError on every rank if the ranks have completed different numbers of exchanges.
-        """
+    def _apply(self) -> None:
+        """Complete the exchange under way, and take the outer step with it."""
         exchange, self._under_way = self._under_way, None
         assert exchange is not None
-        with self._taking_back(exchange.hooks_step):
-            exchange.averaging.wait()
-            _, _, *numbers = map(round, exchange.counts.wait())
-            if text := difference("the number of completed exchanges", numbers, ranks_of(self._group)):
-                raise ExplainedError(
-                    f"LocalSteps can't average: {text}, so their common weights differ. Likely cause: an "
-                    "exchange failed on some ranks alone, which went on. Call regroup() on every rank"
-                )
-        return exchange
-
-    def _apply(self) -> None:
-        """Take the outer step with the exchange under way."""
-        exchange = self._finished()
-        num_active, num_gave, *_ = map(round, exchange.counts.wait())
+        num_active, num_gave = exchange.wait()
+        moved, size = exchange.moved, self._group.size()
         if 0 < num_gave < self._num_active:  # ranks that meant to give something have joined
-            rest = self._common.minus(exchange.begun or self._own.local(exchange.moved))
-            size = self._group.size()
-            self._averaging(rest, size / num_gave - size / self._num_active).wait()
-            torch._foreach_add_(list(exchange.moved.values()), list(rest.values()))
+            rest = self._common.minus(exchange.begun or self._own.local(moved))
+            exchange.average(rest, size / num_gave - size / self._num_active).wait()
+            torch._foreach_add_(list(moved.values()), list(rest.values()))
         now = {name: each.clone() for name, each in self._own.local(exchange.begun).items()}
         if num_gave:
-            self._common.step(exchange.moved)
+            self._common.step(moved)
         else:  # errors alone: no rank has learned anything, and momentum would go on by itself
-            for name, each in self._common.local(exchange.moved).items():
-                each -= exchange.moved[name]
+            for name, each in moved.items():
+                self._common.shards[name] -= each
         self._num_exchanges, self._num_active = self._num_exchanges + 1, num_active
-        self._own.write(self._common.local(exchange.moved))
+        self._own.write({name: self._common.shards[name] for name in moved})
         for name, weight in self._own.local(now).items():  # what this rank has learned during the exchange
             weight += now[name] - exchange.begun[name]
-
-    @contextmanager
-    def _taking_back(self, step: int | None) -> Iterator[None]:
-        """If an error ends the exchange, take the hook's state back to its step, if it can."""
-        try:
-            yield
-        except BaseException:
-            self._hooked.undo(step, all_know=True)  # by the exchanges' numbers
-            raise
 
 
 def _require_state(hook: Any, state: Any, process_group: Any) -> None:

@@ -91,6 +91,7 @@ class CommonWeights:
     params: the model's trainable parameters by name.
     optimizer: over these parameters, or over all of the model's. Its parameters become the common weights.
         None: SGD with learning rate 1.
+    shards: the common weights, or this rank's shards of them, by name.
 
     Raises TypeError or ValueError for another optimizer.
     """
@@ -112,6 +113,7 @@ class CommonWeights:
                 f"{len(params)}: make it for this LocalSteps, with model.parameters()"
             )
         self.optimizer, self._params = optimizer, {name: _wide_copy(each) for name, each in params.items()}
+        self.shards = {name: local_of(each) for name, each in self._params.items()}
         before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
         for group in optimizer.param_groups:
             known = [id(each) in trainable for each in group["params"]]
@@ -122,13 +124,9 @@ class CommonWeights:
                 group[name] = [each for each, is_known in zip(group[name], known, strict=True) if is_known]
             group["params"] = [self._params[trainable[id(each)]] for each in group["params"]]
 
-    def local(self, names: Iterable[str] | None = None) -> Tensors:
-        """Return the common weights, or this rank's shards of them; all for None."""
-        return {name: local_of(self._params[name]) for name in (self._params if names is None else names)}
-
     def minus(self, weights: Tensors) -> Tensors:
         """Return the pseudo-gradients of weights: how far they are from the common ones, as first rounded."""
-        common = self.local(weights)
+        common = self.shards
         return {name: common[name].to(w.dtype).to(common[name].dtype) - w for name, w in weights.items()}
 
     def step(self, gradients: Tensors) -> None:
@@ -193,14 +191,14 @@ class CommonWeights:
         for what, by_name in tensors.items():
             for i, name in enumerate(order):
                 if name in by_name:
-                    local = by_name[name].to(local_of(self._params[name]).device, copy=True)
+                    local = by_name[name].to(self.shards[name].device, copy=True)
                     state[i][what] = self.distributed(name, local)
         state = {i: entry for i, entry in state.items() if entry}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def load(self, weights: Tensors) -> None:
         """Set all common weights."""
-        for name, common in self.local().items():
+        for name, common in self.shards.items():
             common.copy_(local_of(weights[name]).detach())
 
     def require_like(self, weights: Tensors) -> None:

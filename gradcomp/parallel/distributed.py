@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.bucket import Hooked
-from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.process_group import Explaining
 from gradcomp.comm.torch_private import (
     ACTIVE_DDP,
@@ -25,21 +24,18 @@ from gradcomp.comm.torch_private import (
     ignored_in,
     not_compiled,
     optimizers_in_backward,
-    preserve_version_counter,
 )
 from gradcomp.hooks import default_hooks
-from gradcomp.reducer import Reducer, RepeatedBroadcast, broadcast_coalesced
-from gradcomp.reducer.core import MIB
+from gradcomp.reducer import Reducer
+from gradcomp.reducer.step import StaticGraph
 
 from .module import (
+    Replicas,
     check_hook,
     check_module,
-    described_buffers,
     group_of,
-    logging_data,
     named_parameters,
     refuse,
-    require_same_buffers,
     sparse_weights,
     synchronizes_buffers,
     through_sink,
@@ -134,7 +130,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._make_reducer(verify=init_sync)
         if init_sync:
-            self._synchronize(sync_now)
+            self._replicas.compare(bool(self.forward_sync_buffers), sync_now)
+            self._replicas.copy(0, sync_now)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -151,44 +148,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         ignore_for_model(module, names)
 
     def _make_reducer(self, verify: bool) -> None:
-        caps = () if self.bucket_cap_mb is None else ("bucket_cap_mb", "first_bucket_cap_mb")
-        self.reducer = _WrappersReducer(
-            self,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            find_unused_parameters=self.find_unused_parameters,
-            static_graph=self.static_graph,
-            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
-            sparse_params=sparse_weights(self.module),
-            verify=verify,
-            **dict.fromkeys(caps, self.bucket_cap_mb),
-        )
+        self.reducer, self._replicas = _WrappersReducer(self, verify), Replicas(self)
         for hook, state in self._comm_hooks:
             self.reducer.register_comm_hook(state, hook)
-        # A compiled graph is one node of autograd: all its gradients come when its backward ends. So
-        # torch.compile cuts graphs where a bucket is full (torch._dynamo.backends.distributed.DDPOptimizer),
-        # in the forward of the wrapper that TorchsDDP names. The first graph's cap is torch's for the first
-        # bucket, 1 MiB, and may not be larger than the others'.
-        cap_bytes = max(int(self.reducer.communicator.caps_bytes[1]), MIB)
-        self._compilers_view = SimpleNamespace(bucket_bytes_cap=cap_bytes)
-        self._broadcast_buffers = RepeatedBroadcast()
-        self._compared_buffers: list[str] = []
         self._divisor: int | None = None  # of join(), where ranks may have run out of input
         self._has_run = False
-
-    def _synchronize(self, buffers: bool) -> None:
-        """Compare the ranks' buffers and options, and copy rank 0's parameters and buffers to all ranks."""
-        in_forward = bool(self.forward_sync_buffers)
-        compared = in_forward or buffers
-        self._compared_buffers = described_buffers(self.module, self.parameters_to_ignore) if compared else []
-        values: dict[str, Any] = {
-            "forward_sync_buffers (broadcast_buffers)": in_forward,
-            "synchronizing buffers at construction": buffers,
-            "buffers": self._compared_buffers,
-        }
-        advice = "Build the same model on every rank, and wrap it with the same options"
-        whose = "what DistributedDataParallel was given"
-        require_same_on_all_ranks(whose, values, self.process_group, self.device, advice)
-        self.sync_module(src=0, buffers=buffers)
 
     # --- forward ---
 
@@ -197,7 +161,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._before_forward(inputs, kwargs)
             before = getattr(TorchsDDP, ACTIVE_DDP, None)  # of a wrapper around this one
-            setattr(TorchsDDP, ACTIVE_DDP, self._compilers_view)
+            setattr(TorchsDDP, ACTIVE_DDP, self.reducer.compilers_view)
             try:
                 outputs = self.module(*inputs, **kwargs)
             finally:
@@ -254,8 +218,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Raise RuntimeError if the last backward did not reach all parameters. Averages nothing more."""
         self.reducer.expect_finished()
 
-    # --- hooks ---
-
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Average buckets with hook(state, bucket).
 
@@ -284,33 +246,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.close()
         self._make_reducer(verify=False)
 
-    _get_ddp_logging_data = logging_data
-
-    # --- parameters and buffers, equal on all ranks ---
-
-    def sync_module(self, src: int, buffers: bool) -> None:
-        """Copy the parameters, with `buffers` also the buffers, of the group's rank src to all its ranks."""
-        states = [param for _, param in named_parameters(self.module, self.parameters_to_ignore)]
-        if buffers:
-            states += _own_buffers(self.module, self.parameters_to_ignore)
-        broadcast_coalesced(states, src, self.process_group)
-
-    def _compare_buffers(self) -> None:
-        now = described_buffers(self.module, self.parameters_to_ignore)
-        require_same_buffers(now, self._compared_buffers, self.process_group, self.device)
-        self._compared_buffers = now
-
     def sync_buffers(self, has_input: bool) -> None:
         """Copy buffers to all ranks before a forward: rank 0's; in join(), the highest rank's with input."""
-        if not (self.require_forward_param_sync and self.forward_sync_buffers):
-            return
-        buffers = _own_buffers(self.module, self.parameters_to_ignore)
-        if buffers or self._broadcast_buffers.kept:
-            src = _highest_rank(self, has_input) if self._join_config.enable else 0
-            # A forward before this one may still need them for its backward.
-            counted = tuple([buffer for buffer in buffers if not buffer.is_inference()])
-            with preserve_version_counter(counted):
-                self._broadcast_buffers(buffers, src, self.process_group, self._compare_buffers)
+        if self.require_forward_param_sync and self.forward_sync_buffers:
+            joins = self._join_config.enable
+            self._replicas.copy_buffers(lambda: _highest_rank(self, has_input) if joins else 0)
 
     # --- uneven inputs ---
 
@@ -345,22 +285,13 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "That is, when you have called init_process_group and have not passed process_group argument "
                 "to DDP constructor"
             )
-        left_out = ("process_group", "reducer", "_broadcast_buffers")
+        left_out = ("process_group", "reducer", "_replicas")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group_of(None, None)
         self._make_reducer(verify=False)
-
-
-def _own_buffers(module: nn.Module, ignored: set[str]) -> list[torch.Tensor]:
-    """Return the buffers to synchronize, found again every time: a module may replace buffers."""
-    if ignored:
-        return [buffer for name, buffer in module.named_buffers() if name not in ignored]
-    # Without their names, which take most of Module.buffers()'s time.
-    unique = {id(buffer): buffer for each in module.modules() for buffer in each._buffers.values()}
-    return [buffer for buffer in unique.values() if buffer is not None]
 
 
 class _WrappersReducer(Reducer):
@@ -373,9 +304,26 @@ class _WrappersReducer(Reducer):
 
     _only_prepared = True
 
-    def __init__(self, ddp: DistributedDataParallel, **options: Any):
+    def __init__(self, ddp: DistributedDataParallel, verify: bool):
         module, ignored = ddp.module, ddp.parameters_to_ignore
-        super().__init__(named_parameters(module, ignored), ddp.process_group, **options)
+        caps = () if ddp.bucket_cap_mb is None else ("bucket_cap_mb", "first_bucket_cap_mb")
+        super().__init__(
+            named_parameters(module, ignored),
+            ddp.process_group,
+            gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+            find_unused_parameters=ddp.find_unused_parameters,
+            static_graph=ddp.static_graph,
+            skip_all_reduce_unused_params=ddp.skip_all_reduce_unused_params,
+            sparse_params=sparse_weights(module),
+            verify=verify,
+            **dict.fromkeys(caps, ddp.bucket_cap_mb),
+        )
+        # A compiled graph is one node of autograd: all its gradients come when its backward ends. So
+        # torch.compile cuts graphs where a bucket is full (torch._dynamo.backends.distributed.DDPOptimizer),
+        # in the forward of the wrapper that TorchsDDP names. The first graph's cap is torch's for the first
+        # bucket, 1 MiB, and may not be larger than the others'.
+        cap_bytes = max(int(self.communicator.caps_bytes[1]), 1 << 20)
+        self.compilers_view = SimpleNamespace(bucket_bytes_cap=cap_bytes)
         # Weakly: the wrapper holds this Reducer.
         self._ddp, self._ignored = weakref.ref(ddp), ignored
         # The parameters are kept alive: an id may come again.
@@ -399,6 +347,34 @@ class _WrappersReducer(Reducer):
             watch.look()
         watched = [self._params[index] for index in watch.handles]
         self._stepping = [param for param in watched if optimizers_in_backward(param, detaches=True)]
+
+    def expect_accumulation(self) -> None:
+        """Say that the next backward only accumulates, unless it comes through outputs that were prepared."""
+        if not self._is_opaque:
+            self._is_prepared = self._stays_prepared = False
+
+    @torch.no_grad()
+    def join_with_zeros(self) -> None:
+        """Run a step of the other ranks with gradients of zero, for a rank that has no more input.
+
+        This rank keeps its own gradients.
+        """
+        with self._lock:
+            kept = [param.grad for param in self._params]
+            try:
+                for param in self._params:
+                    param.grad = None
+                if self._usage is not None:
+                    self._usage.forget_step()
+                step = self._begin(unused=range(len(self._params)))
+                if isinstance(self._usage, StaticGraph) and self._usage.is_learning:
+                    self._usage.learn(is_inner=False, is_prepared=True)
+                self._complete(step)
+                self._after_backward(True)
+            finally:
+                self._forget_step()
+                for param, gradient in zip(self._params, kept, strict=True):
+                    param.grad = gradient
 
     def _after_backward(self, is_averaged: bool) -> None:
         ddp = self._ddp()
@@ -434,7 +410,8 @@ class _WrappersJoinHook(JoinHook):
             ddp.reducer.join_with_zeros()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.ddp.sync_module(_highest_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
+        source = _highest_rank(self.ddp, is_last_joiner)
+        self.ddp._replicas.copy(source, self.ddp.forward_sync_buffers)
 
 
 def _highest_rank(ddp: DistributedDataParallel, is_candidate: bool) -> int:

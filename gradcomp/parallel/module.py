@@ -1,7 +1,8 @@
-"""What the wrapper is given: arguments, the module with its parameters and buffers, inputs and outputs."""
+"""What the wrapper is given: arguments, the module, equal on all ranks, inputs and outputs."""
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import nn
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import first_of, require_all_ranks, require_same_on_all_ranks
 from gradcomp.comm.process_group import require_group
-from gradcomp.comm.torch_private import tree_flatten, tree_unflatten
+from gradcomp.comm.torch_private import preserve_version_counter, tree_flatten, tree_unflatten
+from gradcomp.reducer import RepeatedBroadcast, broadcast_coalesced
 from gradcomp.reducer.bucket import require_callable
 from gradcomp.reducer.parameters import require_plain
 
@@ -150,49 +152,76 @@ def named_parameters(module: nn.Module, ignored: set[str]) -> Iterator[tuple[str
     return ((name, param) for name, param in module.named_parameters() if name not in ignored)
 
 
-def described_buffers(module: nn.Module, ignored: set[str]) -> list[str]:
-    named = module.named_buffers()
-    return [f"{name} {list(each.shape)} {each.dtype}" for name, each in named if name not in ignored]
+class Replicas:
+    """Keeps the replicas of a wrapper's module equal, apart from the ignored parameters and buffers."""
 
+    def __init__(self, ddp: Any):
+        self._ddp: Any = weakref.proxy(ddp)  # the wrapper holds this
+        self._group, self._device = ddp.process_group, ddp.device
+        self._broadcast = RepeatedBroadcast()
+        self._compared: list[str] = []  # the buffers, when the ranks compared them last
 
-def require_same_buffers(
-    now: list[str], before: list[str], group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Raise RuntimeError unless the buffers have changed on every rank, and are alike.
+    def compare(self, in_forward: bool, buffers: bool) -> None:
+        """Raise RuntimeError on every rank unless all have the same buffers and options.
 
-    Called before the first copy, and where this rank's buffers have changed. Other ranks may be in another
-    collective: this rank waits in the store, and leaves a note there for their errors.
-    """
-    advice = (
-        "Register, replace and remove buffers on all ranks in the same step, or let each rank have its own "
-        "(forward_sync_buffers=False, or _set_params_and_buffers_to_ignore_for_model)"
-    )
-    changed = first_of(sorted(set(now).symmetric_difference(before)))
-    call = "a forward whose module has other buffers than in the last one"
-    cause = f"Buffers that have changed: {changed or 'none'}. {advice}"
-    require_all_ranks(call, "copy a module's buffers to all ranks", group, cause)
-    require_same_on_all_ranks("what DistributedDataParallel has", {"buffers": now}, group, device, advice)
+        in_forward, buffers: whether buffers are synchronized before every forward, and at construction.
+        """
+        self._compared = self._described() if in_forward or buffers else []
+        values: dict[str, Any] = {
+            "forward_sync_buffers (broadcast_buffers)": in_forward,
+            "synchronizing buffers at construction": buffers,
+            "buffers": self._compared,
+        }
+        advice = "Build the same model on every rank, and wrap it with the same options"
+        whose = "what DistributedDataParallel was given"
+        require_same_on_all_ranks(whose, values, self._group, self._device, advice)
 
+    def copy(self, src: int, buffers: bool) -> None:
+        """Copy the parameters, with `buffers` also the buffers, of the group's rank src to all its ranks."""
+        module, ignored = self._ddp.module, self._ddp.parameters_to_ignore
+        states = [param for _, param in named_parameters(module, ignored)]
+        broadcast_coalesced(states + self._buffers() if buffers else states, src, self._group)
 
-def logging_data(ddp: Any) -> dict[str, Any]:
-    """Return values of the construction and the buckets under torch's names, without times."""
-    communicator = ddp.reducer.communicator
-    params = communicator.params
-    options = "broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"
-    return {
-        "module_name": type(ddp.module).__name__,
-        "backend_name": dist.get_backend(ddp.process_group),
-        "device_ids": ", ".join(map(str, ddp.device_ids or ())),
-        "dtypes": ", ".join({str(param.dtype).removeprefix("torch."): None for param in params}),
-        "bucket_sizes": ", ".join(str(bucket.buffer.nbytes) for bucket in communicator.buckets),
-        "comm_hook": "" if communicator.hooked.hook is None else communicator.hooked.name,
-        "rank": ddp.process_group.rank(),
-        "world_size": ddp.process_group.size(),
-        "num_parameter_tensors": len(params),
-        "total_parameter_size_bytes": sum(param.nbytes for param in params),
-        "bucket_cap_bytes": int(communicator.caps_bytes[1]),
-        **{name: int(getattr(ddp, name)) for name in options},
-    }
+    def copy_buffers(self, source: Callable[[], int]) -> None:
+        """Copy the buffers of the rank that source() returns, on all ranks, to all ranks."""
+        buffers = self._buffers()
+        if buffers or self._broadcast.kept:
+            # A forward before this one may still need them for its backward.
+            counted = tuple([buffer for buffer in buffers if not buffer.is_inference()])
+            with preserve_version_counter(counted):
+                self._broadcast(buffers, source(), self._group, self._compare_again)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        """Return the buffers to synchronize, found again every time: a module may replace buffers."""
+        module, ignored = self._ddp.module, self._ddp.parameters_to_ignore
+        if ignored:
+            return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+        # Without their names, which take most of Module.buffers()'s time.
+        unique = {id(buffer): buffer for each in module.modules() for buffer in each._buffers.values()}
+        return [buffer for buffer in unique.values() if buffer is not None]
+
+    def _described(self) -> list[str]:
+        named, ignored = self._ddp.module.named_buffers(), self._ddp.parameters_to_ignore
+        return [f"{name} {list(each.shape)} {each.dtype}" for name, each in named if name not in ignored]
+
+    def _compare_again(self) -> None:
+        """Raise RuntimeError unless the buffers have changed on every rank, and are alike.
+
+        Called before the first copy, and where this rank's buffers have changed. Other ranks may be in
+        another collective: this rank waits in the store, and leaves a note there for their errors.
+        """
+        advice = (
+            "Register, replace and remove buffers on all ranks in the same step, or let each rank have its "
+            "own (forward_sync_buffers=False, or _set_params_and_buffers_to_ignore_for_model)"
+        )
+        now = self._described()
+        changed = first_of(sorted(set(now).symmetric_difference(self._compared)))
+        call = "a forward whose module has other buffers than in the last one"
+        cause = f"Buffers that have changed: {changed or 'none'}. {advice}"
+        require_all_ranks(call, "copy a module's buffers to all ranks", self._group, cause)
+        whose = "what DistributedDataParallel has"
+        require_same_on_all_ranks(whose, {"buffers": now}, self._group, self._device, advice)
+        self._compared = now
 
 
 def sparse_weights(module: nn.Module) -> list[torch.Tensor]:

@@ -99,6 +99,8 @@ class AccumulateGradHooks:
         hooks = [partial(_call, weakref.ref(owner), on_ready, index) for index in range(len(params))]
         self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, hooks, strict=True)]
 
+    # Under the name that torch's DDP has in a profiler.
+    @torch.autograd.profiler.record_function("torch.distributed.ddp.reducer::search_unused_parameters")
     def out_of_reach(self, outputs: Any) -> set[int]:
         """Return the indices of the parameters that a backward from these outputs won't reach."""
         waiting = _nodes_of([tensor for tensor in tensors_in(outputs) if tensor.requires_grad])

@@ -36,8 +36,8 @@ def average_(
     hook: None for an all-reduce.
     process_group: the all-reduce's group. A hook has its group in its state.
     keys: one per tensor, such as names: the state's memory finds its tensor by the key in every call, in any
-        order of the list. The same on every rank, each with the same repr. None: by the place in the list,
-        shape and dtype. A tensor that doesn't come for 64 calls is then forgotten, with its error.
+        order of the list. The same on every rank, each with the same repr. None: by the place in the list.
+        An error is then forgotten when a tensor of another shape or dtype comes in its place.
 
     Raises TypeError for anything but a list of floating-point or complex tensors; ValueError unless there is
     one distinct key per tensor; RuntimeError for a hook that returns no Future, or one with another number of
@@ -149,10 +149,8 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
         raise ValueError(f"average_ takes one key per tensor, each another one: got {given}")
 
 
-# The calls after which a tensor without a key is forgotten, if its place has had no such tensor again.
-NUM_CALLS = 64
-# By state and name, the meta parameters by which a state knows tensors, and the last calls that brought them.
-_known_of: MutableMapping[Any, dict[Hashable, tuple[torch.Tensor, int]]] = WeakIdKeyDictionary()
+# By state and key or place, the meta parameters by which a state knows tensors.
+_known_of: MutableMapping[Any, dict[Hashable, torch.Tensor]] = WeakIdKeyDictionary()
 _layout_of = lru_cache(maxsize=64)(FlatLayout)  # most lists come again
 
 
@@ -165,23 +163,16 @@ def _paired(
     """
     if hooked.state is None or isinstance(hooked.state, dist.ProcessGroup):
         return list(zip(tensors, tensors, strict=True))
-    known, names = _known_of.setdefault(hooked.state, {}), list[Hashable]()
-    if keys is None:
-        names += [(place, each.shape, each.dtype) for place, each in enumerate(tensors)]
-    else:
+    known, names = _known_of.setdefault(hooked.state, {}), list[Hashable](range(len(tensors)))
+    if keys is not None:
         order = sorted(range(len(keys)), key=lambda place: repr(keys[place]))
         names, tensors = [repr(keys[place]) for place in order], [tensors[place] for place in order]
-    call = 1 + max((last for _, last in known.values()), default=0)
     new = []
     for name, tensor in zip(names, tensors, strict=True):
-        parameter = known[name][0] if name in known else None
+        parameter = known.get(name)
         if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
-            parameter = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            new.append((f"average_({name})", parameter))
-        known[name] = parameter, call
+            known[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            new.append((f"average_({name})", known[name]))
     if new and keys is not None:
         hooked.tell("number_parameters", new)  # in checkpoints, too; a model's parameters have other names
-    for name, (_, last) in list(known.items()):
-        if isinstance(name, tuple) and last <= call - NUM_CALLS:
-            del known[name]
-    return [(known[name][0], tensor) for name, tensor in zip(names, tensors, strict=True)]
+    return [(known[name], tensor) for name, tensor in zip(names, tensors, strict=True)]

@@ -19,6 +19,13 @@ from gradcomp.layout import FlatLayout
 from .parameters import check_gradient
 
 
+def cap_bytes(cap_mb: float) -> float:
+    """Return a bucket's cap in bytes. Raises ValueError for anything but a number of MiB."""
+    if not isinstance(cap_mb, int | float) or not cap_mb >= 0:
+        raise ValueError(f"a bucket's cap is a number of MiB, 0 or more, got {cap_mb!r}")
+    return cap_mb * (1 << 20)
+
+
 def assign_buckets(
     sizes_bytes: Sequence[int], keys: Sequence[Hashable], caps_bytes: tuple[float, float]
 ) -> list[list[int]]:
@@ -52,9 +59,8 @@ _Run = tuple[slice, FlatLayout, torch.Tensor, list[torch.Tensor]]
 class Bucket:
     """One flat buffer, and a view of it for every parameter, in the parameter's memory order.
 
-    indices: the parameters' indices in the Reducer.
-    parameters: of one dtype on one device.
-    names: for errors.
+    indices: the indices in the Reducer of the bucket's parameters, which have one dtype and device.
+    params, all_names: of the Reducer's parameters.
     as_view: gradients become views of the buffer.
 
     A view has its parameter's strides, so a channels-last gradient is stored in the buffer as in its own
@@ -70,12 +76,13 @@ class Bucket:
     def __init__(
         self,
         indices: Sequence[int],
-        parameters: Sequence[torch.Tensor],
-        names: Sequence[str],
+        params: Sequence[torch.Tensor],
+        all_names: Sequence[str],
         as_view: bool = False,
     ):
-        self.indices, self.parameters = list(indices), list(parameters)
-        self._names, self._as_view = list(names), as_view
+        self.indices, self._as_view = list(indices), as_view
+        self.parameters = parameters = [params[index] for index in indices]
+        self._names = names = [all_names[index] for index in indices]
         numels = [parameter.numel() for parameter in parameters]
         self.buffer = torch.zeros(sum(numels), dtype=parameters[0].dtype, device=parameters[0].device)
         # Otherwise the first backward would compile.
@@ -276,9 +283,7 @@ class BucketCommunicator:
         self.buckets = []
         for positions in assign_buckets(sizes, keys, self.caps_bytes):
             chosen = [indices[position] for position in positions]
-            members = [self.params[index] for index in chosen]
-            names = [self.names[index] for index in chosen]
-            self.buckets.append(Bucket(chosen, members, names, self.as_view))
+            self.buckets.append(Bucket(chosen, self.params, self.names, self.as_view))
         self.bucket_of = {index: number for number, each in enumerate(self.buckets) for index in each.indices}
         self._name_operations()
         owner_of = {at: name for bucket in self.buckets for at, name in bucket.owner_of.items()}

@@ -29,11 +29,9 @@ from gradcomp.comm.streams import require_no_capture
 from gradcomp.comm.torch_private import current_autograd_node, not_compiled
 
 from .autograd import AccumulateGradHooks, StepsInBackward, call_at_end_of_backward, call_when_backward_starts
-from .bucket import BucketCommunicator
+from .bucket import BucketCommunicator, cap_bytes
 from .parameters import Agreement, Sharing, agree_on_order, named_parameters
 from .step import FindUnused, StaticGraph, Step, Usage
-
-MIB = 1 << 20
 
 
 class Reducer:
@@ -55,12 +53,10 @@ class Reducer:
 
     Raises RuntimeError on every rank if the ranks have different parameters or options; ValueError if no
     parameter requires gradients, or for a cap that isn't a number; TypeError for a process_group that isn't
-    one, or for params that are no iterable of plain tensors. The first averaged step compares options and
-    hooks, and raises RuntimeError, too.
+    one, or for params that are no iterable of plain tensors. The first step compares options and hooks.
     """
 
-    # A wrapper's Reducer averages only backwards through outputs that prepare_for_backward was given, each of
-    # which may come in several calls. Other backwards accumulate.
+    # A wrapper's Reducer averages only backwards through prepared outputs. Other backwards accumulate.
     _only_prepared = False
 
     @torch.inference_mode(False)
@@ -78,9 +74,7 @@ class Reducer:
         sparse_params: Iterable[torch.Tensor] = (),
         verify: bool = True,
     ):
-        for cap in (bucket_cap_mb, first_bucket_cap_mb):
-            if not isinstance(cap, int | float) or not cap >= 0:
-                raise ValueError(f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}")
+        caps_bytes = cap_bytes(first_bucket_cap_mb), cap_bytes(bucket_cap_mb)
         self._names, self._params, self._frozen = named_parameters(params)
         self.process_group = resolve_group("Reducer", process_group)
         sparse_ids = {id(param) for param in sparse_params}
@@ -94,7 +88,6 @@ class Reducer:
             "static_graph": bool(static_graph),
             "skip_all_reduce_unused_params": bool(skip_all_reduce_unused_params),
             "sparse parameters": [self._names[index] for index in sorted(sparse)],
-            "world size": self.process_group.size(),
             "number of other live Reducers with some of the parameters": len(self._sharing.others),
         }
         device = self._params[0].device
@@ -102,7 +95,6 @@ class Reducer:
         if verify:
             self._agreement.verify(self._names, self._params)
             has_delay(self._params[0], self.process_group)  # measured here, not in the first step
-        caps_bytes = first_bucket_cap_mb * MIB, bucket_cap_mb * MIB
         self.communicator = BucketCommunicator(
             self._params, self._names, self.process_group, caps_bytes, gradient_as_bucket_view, sparse
         )
@@ -148,8 +140,6 @@ class Reducer:
         finally:
             self._syncing = before
 
-    # --- before a step ---
-
     def expect_finished(self) -> None:
         """Raise RuntimeError if the last backward did not reach all parameters, and forget its step."""
         if self._step is None:
@@ -175,20 +165,13 @@ class Reducer:
         self.communicator.divisor = self.process_group.size() if divisor is None else divisor
         self._is_prepared = True
         if isinstance(self._usage, FindUnused):
-            name = "torch.distributed.ddp.reducer::search_unused_parameters"  # torch's DDP's, in a profiler
-            with torch.autograd.profiler.record_function(name):
-                self._out_of_reach = self._hooks.out_of_reach(outputs)
+            self._out_of_reach = self._hooks.out_of_reach(outputs)
         if self._steps_in_backward.num_hooks != RemovableHandle.next_id:
             self._steps_in_backward.look()
         can_tell = call_when_backward_starts(outputs, self, Reducer._on_prepared_backward, self._out_of_reach)
         self._steps_in_backward.num_hooks = RemovableHandle.next_id  # the outputs' hooks are on no parameter
         # If backwards from these outputs can't be told from others, all until the next call count as theirs.
         self._stays_prepared = self._is_opaque = not can_tell
-
-    def expect_accumulation(self) -> None:
-        """Say that the next backward only accumulates, unless it comes through outputs that were prepared."""
-        if not self._is_opaque:
-            self._is_prepared = self._stays_prepared = False
 
     # --- called by autograd ---
 
@@ -226,21 +209,19 @@ class Reducer:
                 self._forget_step()
                 raise
 
-    def _begin(self) -> Step:
-        """Begin a step without the parameters that the running backward won't reach."""
+    def _begin(self, unused: Iterable[int] = ()) -> Step:
+        """Begin a step together with the other ranks.
+
+        unused: the parameters that this rank doesn't use; () for those that the backward won't reach.
+        """
         require_no_capture("the Reducer can't average gradients", self._params[0].device)
         if self._steps_in_backward.num_hooks != RemovableHandle.next_id:
             self._steps_in_backward.look()
-        if self._usage is None:
-            return self._open(())
-        unused = self._usage.unused_by_this_rank(self._out_of_reach)
-        if not self._stays_prepared:
-            self._out_of_reach = None
-        self._hooks.require_attached(unused)
-        return self._open(unused)
-
-    def _open(self, unused: Iterable[int]) -> Step:
-        """Begin a step together with the other ranks."""
+        if self._usage is not None and not unused:
+            unused = self._usage.unused_by_this_rank(self._out_of_reach)
+            if not self._stays_prepared:
+                self._out_of_reach = None
+            self._hooks.require_attached(unused)
         if self._agreement.group is not self.communicator.hooked.group:
             self._agreement.require(self.communicator.hooked)
         if self._sharing.others:
@@ -261,8 +242,11 @@ class Reducer:
                 if self._steps_in_backward.versions_before:
                     self._steps_in_backward.require_none()
                 if step is not None and isinstance(self._usage, StaticGraph) and self._usage.is_learning:
-                    self._learn(step, self._usage, is_inner)
-                if step is not None and step.is_over:
+                    order = self._usage.learn(is_inner, self._is_prepared)
+                    self._hooks.require_attached(order)
+                    for index in order:
+                        step.mark_ready(index)
+                if step is not None and len(step.ready) == len(self._params):
                     self._complete(step)
                     is_averaged = True
                 elif not is_inner:
@@ -282,20 +266,6 @@ class Reducer:
         if unfrozen:
             self._sharing.require_averaged(map(id, unfrozen), self._frozen)
 
-    def _learn(self, step: Step, usage: StaticGraph, is_inner: bool) -> None:
-        """Average the static graph's first step once its outermost backward ends."""
-        if is_inner and not self._is_prepared:
-            raise RuntimeError(
-                "static_graph=True and a backward within another one (reentrant activation checkpointing), "
-                "but prepare_for_backward(outputs) was not called: call it with the forward's outputs before "
-                "the first backward, or use checkpoint(..., use_reentrant=False)"
-            )
-        if not is_inner:
-            order = usage.learn()
-            self._hooks.require_attached(order)
-            for index in order:
-                step.mark_ready(index)
-
     def _complete(self, step: Step) -> None:
         step.write_back(self.process_group)
         self._forget_step()
@@ -304,29 +274,6 @@ class Reducer:
             self._is_rebuilt = True
             order = agree_on_order(list(step.ready), self._params[0].device, self.process_group)
             self.communicator.build(order)
-
-    @torch.no_grad()
-    def join_with_zeros(self) -> None:
-        """Run a step of the other ranks with gradients of zero, for a rank that has no more input.
-
-        This rank keeps its own gradients.
-        """
-        with self._lock:
-            kept = [param.grad for param in self._params]
-            try:
-                for param in self._params:
-                    param.grad = None
-                if self._usage is not None:
-                    self._usage.forget_step()
-                step = self._open(range(len(self._params)))
-                if isinstance(self._usage, StaticGraph) and self._usage.is_learning:
-                    self._usage.learn()
-                self._complete(step)
-                self._after_backward(True)
-            finally:
-                self._forget_step()
-                for param, gradient in zip(self._params, kept, strict=True):
-                    param.grad = gradient
 
     def _forget_step(self) -> None:
         """End the step, complete or broken off: the next gradient begins another one."""

@@ -116,7 +116,7 @@ class Agreement:
     """
 
     def __init__(self, options: dict[str, Any], group: dist.ProcessGroup, device: torch.device):
-        self._options, self._group, self._device = options, group, device
+        self._options, self._group, self._device = options | {"world size": group.size()}, group, device
         self.group: Any = self  # no step has compared the ranks
 
     def verify(self, names: Sequence[str], params: Sequence[torch.Tensor]) -> None:

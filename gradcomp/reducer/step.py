@@ -38,6 +38,7 @@ class _Usage:
     """
 
     is_learning = False
+    _map_of_step: UsedMap | None = None
 
     def __init__(self, names: Sequence[str], device: torch.device, group: dist.ProcessGroup, skips: bool):
         self._names, self._device, self._group, self._skips = names, device, group, skips
@@ -50,9 +51,16 @@ class _Usage:
         """Count a use of the parameter. Return whether the step's gradient is complete with it."""
         return True
 
+    def exchange(self) -> None:
+        self._map_of_step = self._map(self.used)
+
+    def unused_by_all_ranks(self) -> set[int]:
+        return set() if self._map_of_step is None else self._map_of_step.unused()
+
     def forget_step(self) -> None:
         """Forget the step, complete or broken off."""
         self.used.clear()
+        self._map_of_step = None
 
     def _map(self, used: set[int]) -> UsedMap:
         return UsedMap(used, len(self._names), self._device, self._group)
@@ -60,8 +68,6 @@ class _Usage:
 
 class FindUnused(_Usage):
     """The regime in which a backward uses the parameters that its outputs depend on; ranks may differ."""
-
-    _map_of_step: UsedMap | None = None
 
     def unused_by_this_rank(self, out_of_reach: set[int] | None) -> set[int]:
         if out_of_reach is None:
@@ -78,16 +84,6 @@ class FindUnused(_Usage):
         may_use = set(range(len(self._names))).difference(unused) | self.used
         return self._map(may_use).unused()
 
-    def exchange(self) -> None:
-        self._map_of_step = self._map(self.used)
-
-    def unused_by_all_ranks(self) -> set[int]:
-        return self._map_of_step.unused() if self._map_of_step is not None else set()
-
-    def forget_step(self) -> None:
-        super().forget_step()
-        self._map_of_step = None
-
 
 class StaticGraph(_Usage):
     """The regime in which every step uses the parameters of the first step, each as often as it did."""
@@ -97,7 +93,6 @@ class StaticGraph(_Usage):
         self.is_learning = True
         self._num_uses: Counter[int] = Counter()  # in the running step
         self._expected: Counter[int] = Counter()  # in the first step, once that is over
-        self._map_of_first_step: UsedMap | None = None
         self._unused: set[int] | None = None  # by any rank
 
     def check_unaveraged(self, index: int) -> None:
@@ -118,20 +113,31 @@ class StaticGraph(_Usage):
             raise RuntimeError(self.graph_changed(index))
         return self._num_uses[index] == self._expected[index]
 
-    def learn(self) -> list[int]:
-        """End the first step. Return the parameters in its order, the unused ones last."""
+    def learn(self, is_inner: bool, is_prepared: bool) -> list[int]:
+        """End the first step. Return the parameters in its order, the unused ones last; inner backwards none.
+
+        Raises RuntimeError for a backward within another one that wasn't prepared.
+        """
+        if is_inner and not is_prepared:
+            raise RuntimeError(
+                "static_graph=True and a backward within another one (reentrant activation checkpointing), "
+                "but prepare_for_backward(outputs) was not called: call it with the forward's outputs before "
+                "the first backward, or use checkpoint(..., use_reentrant=False)"
+            )
+        if is_inner:
+            return []
         self.is_learning = False
         self._expected, self._num_uses = self._num_uses, Counter()
         return [*self._expected, *sorted(self._without_uses())]
 
     def exchange(self) -> None:
         if self._unused is None:
-            self._map_of_first_step = self._map(self.used)
+            super().exchange()
 
     def unused_by_all_ranks(self) -> set[int]:
-        if self._unused is None and self._map_of_first_step is not None:
-            self._unused, self._map_of_first_step = self._map_of_first_step.unused(), None
-        return self._unused or set()
+        if self._unused is None:
+            self._unused = super().unused_by_all_ranks()
+        return self._unused
 
     def graph_changed(self, index: int) -> str:
         """Return the message for a parameter that the first step used another number of times."""
@@ -207,11 +213,6 @@ class Step:
                 self._gradients_before[index] = gradient.detach().clone()
             self.mark_ready(index)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all parameters are ready."""
-        return len(self.ready) == len(self._params)
-
     def missing(self) -> list[int]:
         """Return the parameters that are not ready."""
         return [index for index in range(len(self._params)) if index not in self.ready]
@@ -267,7 +268,7 @@ class Step:
             if number in self._averaged:
                 self.averages[number] = communicator.start(number, number == self._averaged[-1])
             self._next_bucket += 1
-        if self._usage is not None and self.is_over:
+        if self._usage is not None and len(self.ready) == len(self._params):
             self._usage.exchange()
 
     def write_back(self, group: dist.ProcessGroup) -> None:

@@ -14,10 +14,18 @@ import torch.distributed.optim  # before a process group exists, which some of t
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import gradcomp
 from gradcomp.frameworks import CommHook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.frameworks.documented import same_on_all_ranks
+from tests.hooks.powersgd_runs import Messages
+
+
+def same_on_all_ranks(tensors):
+    mine = torch.cat([tensor.flatten() for tensor in tensors])
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, mine)
+    assert all(torch.equal(mine, each) for each in all_of_them)
 
 
 def new_layers():
@@ -64,6 +72,28 @@ def in_accelerate(folder):
         state.iter = 0
     accelerator.load_state(folder)
     assert [state.iter for state in states] == [4, 4]
+    through_accelerates_option()
+
+
+def through_accelerates_option():
+    """Let Accelerate find gradcomp's hook under the name of torch's."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import DDPCommunicationHookType
+
+    kwargs = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType.POWER_SGD,
+        comm_state_option={"matrix_approximation_rank": 4, "start_powerSGD_iter": 10},
+    )
+    accelerator = Accelerator(kwargs_handlers=[kwargs])
+    model = new_layers()
+    with gradcomp.apply_to_torch():
+        model = accelerator.prepare(model)
+    with Messages("gradcomp") as said:
+        for _ in range(12):
+            accelerator.backward(model(torch.randn(8, 16)).square().mean())
+    # Torch's hook says nothing.
+    assert dist.get_rank() > 0 or any("compresses from step 10 on" in each for each in said)
+    same_on_all_ranks([parameter.grad for parameter in model.parameters()])
 
 
 def in_lightning(folder):

@@ -18,10 +18,8 @@ PAGES = {
     "frameworks/transformers.md": "transformers_trainer.py",
     "frameworks/zero_redundancy.md": "zero_redundancy.py",
 }
-# Blocks of these pages run under torchrun, with their framework.
-IN_FRAMEWORKS = ["accelerate", "fabric", "lightning", "transformers"]
-# Blocks of these pages need code that only the recipe has.
-IN_RECIPES = ["mixed_precision", "ray", "torchft"]
+# Blocks of these pages need code that only the recipe has, or a test.
+IN_RECIPES = ["accelerate", "fabric", "lightning", "mixed_precision", "ray", "torchft", "transformers"]
 LINE = re.compile(r"step (\d+): loss ([\d.]+) to ([\d.]+), ([\d.]+) times fewer bytes")
 
 

@@ -1,13 +1,11 @@
 """Compare compress_replicas with torch's own averaging over replicas, HSDP, where nothing is lost."""
 
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gradcomp.comm.exchange import has_delay
@@ -16,7 +14,7 @@ from gradcomp.fsdp import compress_replicas, replicas
 from gradcomp.fsdp.replicas import AllReduceHook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from tests.depth import mixed
-from tests.fsdp.models import RANKS, Exact, gradients, local, new_grid, sharded
+from tests.fsdp.models import RANKS, Exact, local, new_grid, sharded
 from tests.fsdp.scenarios import SCENARIOS, STEPS, differences, step
 from tests.reducer.models import run_cases
 from tests.tolerances import UNIT_ROUNDOFF
@@ -125,25 +123,6 @@ def test_only_shards_cross_between_replicas(run_ranks):
     for sizes, padded in run_ranks(elements_between_replicas, RANKS):
         assert len(sizes) == 5  # one per FSDP module
         assert sum(sizes) == sum(padded)
-
-
-def mesh_of_one_dimension(rank):
-    """Average on a mesh of shards alone, with a group of replicas made by hand; return the gradients."""
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(first["shard"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compress_replicas(model, groups[rank % 2], PowerSGDState(None))
-    step(model, rank, 0)
-    return [each for each in gradients(model) if each is not None]
-
-
-def test_a_group_made_by_hand(run_ranks):
-    ranks = run_ranks(mesh_of_one_dimension, RANKS)
-    for one, other in ((0, 2), (1, 3)):
-        for ours, theirs in zip(ranks[one], ranks[other], strict=True):
-            assert torch.equal(ours, theirs)
 
 
 def test_a_reduced_tensor_is_not_freed_before_it_is_averaged(monkeypatch):

@@ -31,7 +31,7 @@ from tests.reducer.models import run_cases
 from tests.training import power_sgd, train
 
 # Options of compress_reduce_scatter's state, and states of compress_replicas.
-SHARDS = {"4 bits": {"bits": 4}, "8 bits": {"bits": 8}, "hierarchical": {"bits": 4, "ranks_per_node": 2}}
+SHARDS = {"4 bits": {"bits": 4}, "hierarchical": {"bits": 4, "ranks_per_node": 2}}
 REPLICAS = {
     "no state": lambda: None,
     "PowerSGD": lambda: power_sgd(start=START, min_compression_rate=1),

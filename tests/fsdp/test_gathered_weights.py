@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradcomp.compress.all_gather import _GatherWork
 from gradcomp.fsdp import compress_all_gather
+from tests.depth import everyday
 from tests.fsdp.gathered import group_of, round_all_gathers, rounded
 from tests.fsdp.models import RANKS
 from tests.fsdp.test_all_gather import mesh_of
@@ -148,7 +149,7 @@ def on_kernels(rank, form):
 
 
 def test_kernels_give_the_references_weights(run_ranks):
-    cases = [("hierarchical",), ("shards",)]
+    cases = [("hierarchical",), *everyday([], [("shards",)])]
     for results in run_ranks(run_cases, RANKS, on_kernels, cases, interpret=True):
         assert results == [(True, 1)] * len(cases)
 

@@ -130,7 +130,7 @@ def test_exact_codes_give_torchs_sums(run_ranks, world_size):
 
 
 def test_exact_codes_on_the_kernels(run_ranks):
-    cases = [(*case, everyday(1, 3)) for case in mixed(FORMS[RANKS], (4, 16))]
+    cases = [(*case, 1) for case in mixed(everyday(("shards", "hierarchical"), FORMS[RANKS]), (4, 16))]
     for results in run_ranks(run_cases, RANKS, sum_codes, cases, interpret=True, timeout_s=200):
         for case, worst in zip(cases, results, strict=True):
             assert worst <= 1e-6, case

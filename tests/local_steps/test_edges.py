@@ -60,7 +60,7 @@ def watched(local_steps):
         apply()
         entries = local_steps._hooked.state.state.items()
         errors = {n[len("local_steps(") : -1]: e["error"].double() for n, e in entries if "error" in e}
-        seen.append((copy.deepcopy(local_steps._common.local()), errors))
+        seen.append((copy.deepcopy(local_steps._common.shards), errors))
 
     local_steps._apply = watching
     return seen

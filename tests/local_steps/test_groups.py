@@ -131,18 +131,18 @@ def misses_the_end(rank, fragments, goes_on):
     group = dist.group.WORLD
     model, local_steps = made(0, "int4", group, every=2 * fragments, fragments=fragments)
     learn(model, local_steps, rank, range(3))
-    finished = local_steps._finished
+    apply = local_steps._apply
 
     def fail():
         wait = local_steps._under_way.averaging.wait
         local_steps._under_way.averaging.wait = lambda: wait() or 1 / 0  # after the last message
-        finished()
+        apply()
 
     if rank == 1:
-        local_steps._finished = fail
+        local_steps._apply = fail
         with pytest.raises(ZeroDivisionError):
             learn(model, local_steps, rank, range(3, 4))
-        local_steps._finished = finished
+        local_steps._apply = apply
     else:
         learn(model, local_steps, rank, range(3, 4))
     assert num_exchanges(local_steps) == 2 - rank

@@ -15,6 +15,7 @@ from gradcomp.hooks.powerSGD_hook import powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
 from gradcomp.testing import run_ranks
+from tests.depth import mixed
 from tests.local_steps.runs import hooked, nesterov
 from tests.training import train
 
@@ -169,10 +170,9 @@ def test_a_delayed_exchange_keeps_what_was_learned_meanwhile():
         assert near(after, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_training_with_codes(name):
+def test_training_with_codes():
     def run(rank, group):
-        each = Run(rank, group, hook="int4", **OPTIONS[name])
+        each = Run(rank, group, hook="int4", **OPTIONS["fragments and delay"])
         losses = each.steps(0, 120)
         each.local.join()
         return losses, each.weights, each.state.compression_stats()[0]
@@ -184,8 +184,7 @@ def test_training_with_codes(name):
         assert rate > 3
 
 
-@pytest.mark.parametrize("hook", ["bf16", "int4", "PowerSGD"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "hook"), mixed(list(OPTIONS), ["bf16", "int4", "PowerSGD"]))
 def test_a_resumed_run_has_equal_bits(name, hook):
     def reload(value):
         file = io.BytesIO()

@@ -60,7 +60,7 @@ def beside_whole(rank, name):
     reference.spare.requires_grad_(False)
     for each, mean in ((model, lambda model: None), (reference, average)):
         local_steps = LocalSteps(each, nesterov(each), process_group=grid.replicas, **options)
-        train(each, local_steps, rank, range(13), mean)
+        train(each, local_steps, rank, range(9), mean)
         before = [p.detach() for p in each.parameters() if p.requires_grad]
         before = [getattr(p, "full_tensor", p.clone)() for p in before]
         local_steps.join()
@@ -142,7 +142,7 @@ def checkpoint(rank, folder):
     saved = {"local": local_steps.state_dict(), own_name(grid): get_model_state_dict(model)}
     dcp.save({**saved, shard: per_rank_state_dict(state)}, checkpoint_id=folder)
     common = [each.full_tensor() for each in saved["local"]["common"].values()]
-    train(model, local_steps, rank, range(7, 20))
+    train(model, local_steps, rank, range(7, 13))
     found = [("went on", whole(model), common)]
 
     model, local_steps, state = start(grid, 1, "int4")
@@ -151,7 +151,7 @@ def checkpoint(rank, folder):
     dcp.load(target, checkpoint_id=folder)
     set_model_state_dict(model, target[own_name(grid)])
     load_from_dcp(state, folder, shard)
-    train(model, local_steps, rank, range(7, 20))
+    train(model, local_steps, rank, range(7, 13))
     found.append(("resumed", whole(model), common))
 
     for shape in ((4, 1), (1, 4)):

@@ -1,6 +1,5 @@
 """Test that gradcomp.DistributedDataParallel averages gradients in every kind of backward."""
 
-import copy
 from collections import deque
 from contextlib import nullcontext
 
@@ -80,14 +79,6 @@ def raised_before_any_parameter(model, x):
     sum(outputs).backward()
 
 
-def copied_in_between(model, x):
-    sum(model(x)).backward()
-    other = copy.deepcopy(model)
-    sum(other(x)).backward()
-    for param, copied in zip(model.parameters(), other.parameters(), strict=True):
-        param.grad = copied.grad
-
-
 class Opaque:
     """This user's class hides the outputs in a closure, where the wrapper does not find them."""
 
@@ -155,7 +146,6 @@ AVERAGED = [
     (penalty_on_gradients_last, Heads, (PLAIN, STATIC)),
     (frozen_and_back, Heads, EVERY),
     (raised_before_any_parameter, Heads, EVERY),
-    (copied_in_between, Heads, EVERY),
     (opaque_outputs, HeadsOpaque, (PLAIN, STATIC)),
     (in_an_object, HeadsInObject, EVERY),
     (of_a_distribution, HeadsAndDistribution, EVERY),

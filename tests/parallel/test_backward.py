@@ -167,15 +167,6 @@ def freeze_later(cls, rank):
     return gradients(model)
 
 
-def complex_model(cls, rank):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4, dtype=torch.complex64)
-    ddp = cls(model)
-    x = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
-    ddp(x).abs().sum().backward()
-    return gradients(model)
-
-
 def evaluate_on_one_rank(cls, rank):
     model = ConvNet()
     ddp = cls(model)
@@ -217,5 +208,5 @@ def reentrant(cls, rank, options):
 def test_all_as_torchs(run_ranks):
     with_options = [(reentrant, {}), (reentrant, STATIC)]
     with_options += [(changed_in_place, options) for options in ({}, UNUSED, STATIC)]
-    plain = (two_backwards, gradients_of_gradients, freeze_later, complex_model, evaluate_on_one_rank)
+    plain = (two_backwards, gradients_of_gradients, freeze_later, evaluate_on_one_rank)
     assert_scenarios_alike(run_ranks, 2, *plain, *with_options)

@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 
 import gradcomp
@@ -122,3 +123,19 @@ def test_join_that_ends_when_one_rank_ends(run_ranks):
 
 def test_all_as_torchs(run_ranks):
     assert_scenarios_alike(run_ranks, 2, without_any, join_in_both_ways)
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_without_input_keeps_its_gradients_when_a_hook_raises(rank):
+    model = MLP()
+    ddp = gradcomp.DistributedDataParallel(model)
+
+    def hook(state, bucket):
+        raise ZeroDivisionError("in the hook")
+
+    loss_of(ddp(torch.randn(3, 20))).backward()
+    before = [param.grad for param in model.parameters()]
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(ZeroDivisionError):
+        ddp.reducer.join_with_zeros()
+    assert all(param.grad is gradient for param, gradient in zip(model.parameters(), before, strict=True))

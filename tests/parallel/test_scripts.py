@@ -1,7 +1,6 @@
 """Test gradcomp.DistributedDataParallel with code from scripts that were written for torch's."""
 
 import copy
-import functools
 import itertools
 import warnings
 
@@ -192,34 +191,3 @@ def test_arguments_of_newer_versions(rank):
     ddp.finalize_backward()
     first, second = of_all_ranks(gradients(model))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-def hook_with_options(options, state, bucket):
-    options["calls"] += 1
-    return default_hooks.fp16_compress_hook(state, bucket)
-
-
-@pytest.mark.ranks(2)
-def test_partial_hooks(rank):
-    """Register partials of hooks, which torch's DDP refuses when it logs their names."""
-    counted = {"calls": 0}
-    hook = functools.partial(hook_with_options, counted)
-    results = []
-    for each in (
-        hook,
-        default_hooks.bf16_compress_wrapper(hook),
-        functools.partial(lambda state, bucket: None),
-    ):
-        torch.manual_seed(0)
-        ddp = gradcomp.DistributedDataParallel(model := MLP())
-        ddp.register_comm_hook(None, each)
-        try:
-            loss_of(ddp(batch_of(model, rank, 0))).backward()
-            results.append(gradients(model))
-        except RuntimeError as error:
-            results.append(str(error))
-    (calls, first), (_, second) = of_all_ranks((counted["calls"], results))
-    assert calls == 2
-    for one, other in zip(first[:2], second[:2], strict=True):
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
-    assert "returned NoneType, but must return a torch.futures.Future" in first[2]

@@ -13,14 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradcomp
-from tests.parallel.beside_torch import (
-    assert_alike,
-    assert_alike_in_groups,
-    batch_of,
-    flat,
-    gradients,
-    on_both,
-)
+from tests.parallel.beside_torch import assert_alike, assert_alike_in_groups, batch_of, flat, gradients
 from tests.ranks import of_all_ranks
 from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of, on_device, run_cases
 
@@ -118,45 +111,6 @@ def test_a_buffer_of_one_rank_is_named_at_construction(rank):
     message = str(caught.value)
     number = "the number of buffers is 0 on rank 0 and 1 on rank 1"
     assert f'{number}, with "own [3] torch.float32" on rank 1 alone' in message
-
-
-def logging_data(cls, rank):
-    ddp = cls(MLP(), gradient_as_bucket_view=True)
-    for step in range(2):
-        loss_of(ddp(batch_of(ddp.module, rank, step))).backward()
-    data = ddp._get_ddp_logging_data()
-    names = ("module_name", "backend_name", "rank", "world_size", "num_parameter_tensors", "device_ids")
-    names += ("total_parameter_size_bytes", "bucket_cap_bytes", "broadcast_buffers")
-    names += ("find_unused_parameters", "gradient_as_bucket_view")
-    return {name: data[name] for name in names} | {"static": bool(data.get("can_set_static_graph"))}
-
-
-def test_logging_data_has_torchs_names_and_values(run_ranks):
-    for rank, data in enumerate(run_ranks(on_both, 2, logging_data)):
-        assert data["gradcomp"] == data["torch"]
-        assert data["gradcomp"]["rank"] == rank
-
-
-def lightnings_manual_optimization(cls, rank):
-    """Call what Lightning calls on the wrapper and its reducer when users call backward themselves."""
-    torch.manual_seed(0)
-    ddp = cls(MLP())
-    results = []
-    for step in range(3):
-        ddp.zero_grad()
-        ddp.require_backward_grad_sync = False
-        loss = loss_of(ddp(batch_of(ddp.module, rank, step)))
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-        ddp.reducer._rebuild_buckets()
-        ddp.reducer.prepare_for_backward([])
-        loss.backward()
-        results.append(gradients(ddp))
-    return results
-
-
-def test_lightnings_manual_optimization(run_ranks):
-    first, second = assert_alike(run_ranks, lightnings_manual_optimization, 2)
-    assert all(torch.equal(*pair) for pair in zip(first[-1], second[-1], strict=True))
 
 
 def serialize(cls, rank, how):

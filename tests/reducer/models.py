@@ -1,11 +1,7 @@
-"""Define models, and train them with torch's DDP and with gradcomp's Reducer side by side."""
-
-import copy
+"""Define models, and Reducers for them."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
@@ -156,7 +152,6 @@ MODELS = {
     each.__name__: each for each in (MLP, ConvNet, Transformer, Embeddings, Branches, Repeated, MixedDtypes)
 }
 HOOKS = {
-    "none": None,
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
@@ -187,63 +182,12 @@ def sparse_params(model):
     ]
 
 
-def make_reducer(model, hook="none", **options):
+def make_reducer(model, hook=None, **options):
     reducer = Reducer(
         model.named_parameters(),
         **{"bucket_cap_mb": CAP_MB, "first_bucket_cap_mb": CAP_MB, "sparse_params": sparse_params(model)}
         | options,
     )
-    if HOOKS[hook] is not None:
+    if hook is not None:
         reducer.register_comm_hook(None, HOOKS[hook])
     return reducer
-
-
-def train_both(rank, model_name, hook, options, num_steps, accumulate=1, set_to_none=True):
-    """Train with torch's DDP and with the Reducer; return the gradients of every step, and final parameters.
-
-    A step's gradients are (torch's DDP's, the Reducer's), with None for a missing gradient.
-    """
-    torch.manual_seed(0)
-    model = on_device(MODELS[model_name]())
-    theirs, ours = copy.deepcopy(model), copy.deepcopy(model)
-    for name in ("branches", "never"):
-        assert (
-            not hasattr(model, name) or options.get("find_unused_parameters") or options.get("static_graph")
-        )
-    ddp = DistributedDataParallel(
-        theirs,
-        process_group=dist.new_group(backend="gloo"),  # NCCL has no sparse gradients
-        bucket_cap_mb=CAP_MB,
-        **{name: value for name, value in options.items() if name != "first_bucket_cap_mb"},
-    )
-    if HOOKS[hook] is not None and model_name != "Embeddings":
-        ddp.register_comm_hook(None, HOOKS[hook])
-    reducer = make_reducer(ours, hook, **options)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (theirs, ours)]
-    results = []
-    for step in range(num_steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
-        for micro_step in range(accumulate):
-            generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro_step)
-            x = on_device(model.batch(generator))
-            if micro_step < accumulate - 1:
-                with ddp.no_sync(), reducer.no_sync():
-                    loss_of(ddp(x)).backward()
-                    loss_of(ours(x)).backward()
-                continue
-            loss_of(ddp(x)).backward()
-            outputs = ours(x)
-            reducer.prepare_for_backward(outputs)
-            loss_of(outputs).backward()
-        results.append([[_dense(p.grad) for p in each.parameters()] for each in (theirs, ours)])
-        for optimizer in optimizers:
-            optimizer.step()
-    final = [torch.cat([p.detach().flatten() for p in each.parameters()]) for each in (theirs, ours)]
-    return results, final
-
-
-def _dense(gradient):
-    if gradient is None:
-        return None
-    return (gradient.to_dense() if gradient.is_sparse else gradient).detach().clone()

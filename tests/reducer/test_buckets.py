@@ -10,14 +10,6 @@ from gradcomp.comm.bucket import GradBucket
 from gradcomp.reducer.bucket import Bucket, assign_buckets
 
 
-def test_the_first_bucket_is_small():
-    assert assign_buckets([4] * 9, ["a"] * 9, (8, 16)) == [[0, 1], [2, 3, 4, 5], [6, 7, 8]]
-
-
-def test_a_bucket_ends_with_the_tensor_that_reaches_its_cap():
-    assert assign_buckets([1, 100, 1, 1], ["a"] * 4, (8, 8)) == [[0, 1], [2, 3]]
-
-
 def test_types_do_not_mix_and_buckets_come_when_they_are_full():
     types = ["a", "b", "a", "b", "a"]
     assert assign_buckets([4] * 5, types, (8, 8)) == [[0, 2], [1, 3], [4]]
@@ -155,16 +147,6 @@ def test_gradients_keep_their_memory_or_become_views(has_kernels):
     bucket = bucket_of(params, as_view=True)
     bucket.write_back()
     assert all(param.grad.is_set_to(view) for param, view in zip(params, bucket.views, strict=True))
-
-
-def test_dtypes_that_the_kernels_do_not_take():
-    params = [torch.nn.Parameter(torch.randn(3, 2, dtype=torch.complex64)) for _ in range(2)]
-    bucket = bucket_of(params)
-    for param in params:
-        param.grad = torch.randn_like(param)
-    bucket.fill(0.5)
-    for param, view in zip(params, bucket.views, strict=True):
-        assert torch.equal(view, 0.5 * param.grad)
 
 
 def test_grad_bucket_has_torchs_methods():

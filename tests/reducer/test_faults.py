@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.hooks import default_hooks
-from tests.programs import TORCHRUN, run_python
 from tests.ranks import RankError
 from tests.reducer.models import MLP, loss_of, make_reducer
 
@@ -71,26 +70,3 @@ def test_a_rank_that_leaves_a_backward_out(run_ranks):
     assert first.startswith("backward raised: ")
     assert re.search(r"rank 0 of 2 could not average bucket [01] with .*: .*([Tt]imeout|[Tt]imed out)", first)
     assert first.endswith("Look for the first error in the output of the other ranks")
-
-
-SCRIPT = """
-import os
-import torch
-import torch.distributed as dist
-import gradcomp
-
-dist.init_process_group("gloo")
-model = gradcomp.DistributedDataParallel(torch.nn.Linear(4, 4))
-for step in range(3):
-    if dist.get_rank() == 1 and step == 1:
-        os.kill(os.getpid(), 9)
-    model(torch.ones(2, 4)).sum().backward()
-"""
-
-
-def test_torchrun_ends_with_an_error(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    done = run_python(*TORCHRUN, path, OMP_NUM_THREADS="1")
-    assert done.returncode != 0
-    assert "Signal 9 (SIGKILL)" in done.stderr

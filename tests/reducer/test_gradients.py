@@ -2,14 +2,27 @@
 
 import copy
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from gradcomp.reducer import Reducer
+from gradcomp.reducer import Reducer, broadcast_coalesced
 from gradcomp.reducer import step as module_of_used_map
+from tests.parallel.beside_torch import (
+    TorchDDP,
+    assert_alike_in_groups,
+    assert_all_alike,
+    batch_of,
+    gradients,
+    train,
+)
 from tests.ranks import of_all_ranks
 from tests.reducer.models import (
+    CAP_MB,
+    HOOKS,
     MLP,
     STATIC,
     UNUSED,
@@ -18,12 +31,9 @@ from tests.reducer.models import (
     loss_of,
     make_reducer,
     on_device,
-    run_cases,
-    train_both,
 )
 from tests.tolerances import average, backward_noise
 
-STEPS = 5
 SLEEP_CYCLES = 50_000_000  # tens of milliseconds, more than a step takes
 
 GRID = [
@@ -34,53 +44,56 @@ GRID = [
     *((model, STATIC) for model in ("MLP", "Repeated", "Transformer")),
     ("Repeated", STATIC | VIEW),
 ]
+WIRES = {None: torch.float32, "allreduce": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def assert_as_torchs(ranks, wire, case):
-    """Assert that gradients are torch's up to the rounding of a sum, and have equal bits on every rank."""
-    world_size = len(ranks)
-    for rank, (steps, (_, parameters)) in enumerate(ranks):
-        assert torch.equal(parameters, ranks[0][1][1]), case
-        for step, (theirs, ours) in enumerate(steps):
-            largest = max(gradient.abs().max() for gradient in theirs if gradient is not None)
-            for index, (their, our) in enumerate(zip(theirs, ours, strict=True)):
-                where = f"{case}, rank {rank}, step {step}, parameter {index}"
-                assert (their is None) == (our is None), where
-                if our is not None:
-                    first = ranks[0][0][step][1][index]
-                    assert torch.equal(our, first), where
-                    bound = (step + 1) * backward_noise() * average(wire, world_size, largest)
-                    assert (their - our).abs().max() <= bound, where
+class WithReducer(nn.Module):
+    """A module with a Reducer, under the names of the wrapper."""
+
+    def __init__(self, module, process_group=None, **options):
+        super().__init__()
+        self.module = module
+        broadcast_coalesced(module.parameters(), 0, process_group or dist.group.WORLD)
+        self.reducer = make_reducer(module, process_group=process_group, **options)
+        self.register_comm_hook, self.no_sync = self.reducer.register_comm_hook, self.reducer.no_sync
+
+    def forward(self, x):
+        outputs = self.module(x)
+        self.reducer.prepare_for_backward(outputs)
+        return outputs
 
 
-WIRES = {"none": torch.float32, "allreduce": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# train_both's arguments: model, hook, options, num_steps, accumulate, set_to_none.
-CASES = [
-    *((model, "none", options, STEPS) for model, options in GRID),
-    *(("MLP", hook, options, STEPS) for hook in ("allreduce", "fp16", "bf16") for options in ({}, VIEW)),
-    # torch's DDP raises in its first step after no_sync with static_graph.
-    *(("MLP", "none", options, STEPS, 3, none) for options in ({}, VIEW, UNUSED) for none in (True, False)),
-]
+def with_reducer(cls, rank, name, options, hook=None):
+    return train(cls if cls is TorchDDP else WithReducer, rank, name, options, HOOKS.get(hook))[0]
 
 
-def assert_all_as_torchs(ranks, cases):
-    for index, case in enumerate(cases):
-        assert_as_torchs([results[index] for results in ranks], WIRES[case[1]], case)
+def accumulated(cls, rank, options, set_to_none):
+    """Take three steps, each of three backwards."""
+    torch.manual_seed(0)
+    model, results = on_device(MLP()), []
+    ddp = (cls if cls is TorchDDP else WithReducer)(model, bucket_cap_mb=CAP_MB, **options)
+    for step in range(3):
+        ddp.zero_grad(set_to_none=set_to_none)
+        for part in range(3):
+            with ddp.no_sync() if part < 2 else nullcontext():
+                loss_of(ddp(batch_of(model, rank, 10 * step + part))).backward()
+        results.append(gradients(model))
+    return results
 
 
 def test_gradients_are_those_of_torchs_ddp(run_group):
-    assert_all_as_torchs(run_group(run_cases, train_both, CASES), CASES)
+    assert_alike_in_groups(run_group, with_reducer, GRID)
+    for hook in ("allreduce", "fp16", "bf16"):
+        cases = [("MLP", options, hook) for options in ({}, VIEW)]
+        assert_alike_in_groups(run_group, with_reducer, cases, WIRES[hook])
+    # torch's DDP raises in its first step after no_sync with static_graph.
+    cases = [(options, none) for options in ({}, VIEW, UNUSED) for none in (True, False)]
+    assert_alike_in_groups(run_group, accumulated, cases)
 
 
 def test_on_three_ranks(run_ranks):
-    grid = [
-        ("ConvNet", "none", {}),
-        ("Branches", "none", UNUSED),
-        ("Embeddings", "none", {}),
-        ("MLP", "bf16", {}),
-    ]
-    cases = [(*case, STEPS) for case in grid]
-    assert_all_as_torchs(run_ranks(run_cases, 3, train_both, cases), cases)
+    cases = [("ConvNet", {}), ("Branches", UNUSED), ("Embeddings", {})]
+    assert_all_alike(run_ranks, with_reducer, 3, cases, exact=False)
 
 
 def train_late(rank):
@@ -89,7 +102,7 @@ def train_late(rank):
     Return per hook, options and step (the dtype on the wire, own gradients, averages).
     """
     has_streams, results = torch.cuda.is_available(), []
-    cases = [(hook, options) for hook in ("none", "allreduce", "bf16") for options in ({}, VIEW)]
+    cases = [(hook, options) for hook in (None, "allreduce", "bf16") for options in ({}, VIEW)]
     with torch.cuda.stream(torch.cuda.Stream() if has_streams else None):
         for hook, options in cases:
             torch.manual_seed(0)
@@ -212,20 +225,3 @@ def test_gradients_that_no_rank_uses_stay_exactly_as_they_were(rank):
         for before, after, _ in results:
             assert torch.equal(before, after)
     assert all(torch.equal(one[2], other[2]) for one, other in zip(first, second, strict=True))
-
-
-@pytest.mark.ranks(1)
-def test_a_rank_without_input_keeps_its_gradients_when_a_hook_raises(rank):
-    """Call join_with_zeros with a hook that raises."""
-    model = MLP()
-    reducer = make_reducer(model)
-
-    def hook(state, bucket):
-        raise ZeroDivisionError("in the hook")
-
-    loss_of(model(torch.randn(3, 20))).backward()
-    before = [param.grad for param in model.parameters()]
-    reducer.register_comm_hook(None, hook)
-    with pytest.raises(ZeroDivisionError):
-        reducer.join_with_zeros()
-    assert all(param.grad is gradient for param, gradient in zip(model.parameters(), before, strict=True))
