@@ -15,12 +15,13 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradcomp.layout.blocks import SCALE_BYTES, BlockLayout
+if TYPE_CHECKING:
+    from gradcomp.layout.blocks import BlockLayout
 
 LARGEST_CODE = {8: 127, 4: 7}  # L by bits
 LARGEST_IN_BF16 = torch.finfo(torch.bfloat16).max
@@ -243,14 +244,15 @@ class _Operation:
         payloads: [payloads, bytes], contiguous. Each view takes one call here: slices of slices take several.
         """
         size, scales, first = self._code_bytes, payloads.view(torch.bfloat16), payloads.storage_offset()
+        each = scales.itemsize
         starts = range(first, first + payloads.numel(), payloads.shape[1] or 1)
         for chunk, *_ in self._chunks:
             row, n = chunk.rows.start, chunk.rows.stop - chunk.rows.start
-            code, scale = self._codes_at.start + row * size, self._scales_at.start // SCALE_BYTES + row
+            code, scale = self._codes_at.start + row * size, self._scales_at.start // each + row
             yield [
                 (
                     payloads.as_strided((n, size), (size, 1), start + code),
-                    scales.as_strided((n,), (1,), start // SCALE_BYTES + scale),
+                    scales.as_strided((n,), (1,), start // each + scale),
                 )
                 for start in starts
             ]
