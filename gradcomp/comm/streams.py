@@ -1,4 +1,4 @@
-"""The side stream of a CUDA device, on which hooks compress and decompress.
+"""The side stream of a CUDA device, on which compressors run.
 
     current stream  ──gradients ready──▶ ...backward goes on...                         ──▶ waits for event
     side stream      └▶ compress │ … next bucket's work … │ waits for it ─ decompress ─ event ──┘
