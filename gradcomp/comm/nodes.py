@@ -74,15 +74,13 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
 
 def _own_group(group: dist.ProcessGroup, lists: list[list[int]]) -> dist.ProcessGroup:
     """Make a process group of each list of ranks. Return this rank's."""
-    own: dist.ProcessGroup | None = None
-    for ranks in lists:
-        is_own = dist.get_rank() in ranks
-        if group is dist.group.WORLD:
-            made = dist.new_group(ranks, timeout_of(group))
-        elif is_own:  # the ranks outside the group don't come here
-            made = dist.new_group(ranks, timeout_of(group), use_local_synchronization=True)
-        if is_own:
-            own = made
+    timeout = timeout_of(group)
+    own: dist.ProcessGroup | None
+    if group is dist.group.WORLD:
+        own, _ = dist.new_subgroups_by_enumeration(lists, timeout)
+    else:  # the ranks outside the group don't come here
+        (ranks,) = (ranks for ranks in lists if dist.get_rank() in ranks)
+        own = dist.new_group(ranks, timeout, use_local_synchronization=True)
     assert own is not None
     return own
 

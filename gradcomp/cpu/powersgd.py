@@ -384,9 +384,9 @@ class PowerSGDPlan:
                 mask = is_replaced.view(*random.shape[:2], 1)
                 torch.where(mask, random, group.direction, out=group.direction)
         for group, (is_lost, errors) in zip(self.groups, lost, strict=False):
-            error = group.settle()
-            if error is not None and group.memory is not None:
-                error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            group.settle()
+            if group.memory is not None:
+                group.memory.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
                 group.memory[is_lost] = errors
 
     def error(self) -> torch.Tensor:

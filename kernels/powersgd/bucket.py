@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 
 import torch
 
@@ -65,23 +64,6 @@ def take_scratch(device: torch.device, last: Scratch | None) -> Scratch:
             scratches.add(found)
         found.is_taken = True
     return found
-
-
-def parts_of_scratch(memory: torch.Tensor, parts: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Return views of a scratch's memory, one per part.
-
-    parts: (number of elements, dtype) of each part.
-    """
-    views, start = [], 0
-    for numel, dtype in parts:
-        views.append(memory[start:][: numel * dtype.itemsize].view(dtype))
-        start += num_bytes_of([(numel, dtype)])
-    return views
-
-
-def num_bytes_of(parts: Sequence[tuple[int, torch.dtype]]) -> int:
-    """Return the bytes that parts of parts_of_scratch take, with padding."""
-    return sum(-(-numel * dtype.itemsize // LINE_BYTES) * LINE_BYTES for numel, dtype in parts)
 
 
 class PowerSGDBucket:
@@ -142,11 +124,17 @@ class PowerSGDBucket:
             (work.q_wire_numel, wire_dtype),
             (work.grams_numel, torch.float64),
         ]
-        self.scratch_bytes = num_bytes_of(self._scratch_parts)
+        lines = [-(-numel * dtype.itemsize // LINE_BYTES) for numel, dtype in self._scratch_parts]
+        self._scratch_sizes = [count * LINE_BYTES for count in lines]
+        self.scratch_bytes = sum(self._scratch_sizes)
 
     def place(self, memory: torch.Tensor) -> None:
         """Take a scratch's memory for partial sums, wires and Gram matrices."""
-        self.partial, self.p_wire, self.q_wire, self.grams = parts_of_scratch(memory, self._scratch_parts)
+        memories = memory[: self.scratch_bytes].split(self._scratch_sizes)
+        self.partial, self.p_wire, self.q_wire, self.grams = (
+            each[: numel * dtype.itemsize].view(dtype)
+            for each, (numel, dtype) in zip(memories, self._scratch_parts, strict=True)
+        )
 
 
 def wire_factor(dtype: torch.dtype) -> float:

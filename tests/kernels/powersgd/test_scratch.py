@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from gradcomp.kernels.powersgd.bucket import Scratch, num_bytes_of, parts_of_scratch, take_scratch
+from gradcomp.kernels.powersgd.bucket import take_scratch
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.layout import PowerSGDLayout
 from tests.depth import everyday
@@ -112,13 +112,17 @@ def test_the_scratch_goes_with_its_last_plan(device):
     assert memory() is None
 
 
-def test_parts_are_aligned_and_apart(device):
-    parts = [(3, FP32), (0, BF16), (129, BF16), (5, torch.float64)]
-    scratch = Scratch(device)
-    scratch.reserve(num_bytes_of(parts))
-    views = parts_of_scratch(scratch.memory, parts)
-    assert [(view.numel(), view.dtype) for view in views] == parts
-    for value, view in enumerate(views):
-        view.fill_(value)
-    assert all(view.eq(value).all() for value, view in enumerate(views))
-    assert all((view.data_ptr() - scratch.memory.data_ptr()) % 256 == 0 for view in views if view.numel())
+@pytest.mark.parametrize("shapes", [SMALL, [(5,)]])
+def test_parts_are_aligned_and_apart(shapes, device):
+    """Without matrices three of the four parts are empty."""
+    bucket = plan_of(shapes, BF16, device)._bucket
+    parts = [bucket.partial, bucket.p_wire, bucket.q_wire, bucket.grams]
+    work = bucket.work
+    numels = [work.partial_numel, work.p_wire_numel, work.q_wire_numel, work.grams_numel]
+    dtypes = [FP32, BF16, BF16, torch.float64]
+    assert [(part.numel(), part.dtype) for part in parts] == list(zip(numels, dtypes, strict=True))
+    for value, part in enumerate(parts):
+        part.fill_(value)
+    assert all(part.eq(value).all() for value, part in enumerate(parts))
+    start = parts[0].untyped_storage().data_ptr()
+    assert all((part.data_ptr() - start) % 256 == 0 for part in parts if part.numel())
