@@ -35,12 +35,6 @@ def in_8_bits():
     return nn.ParameterList([nn.Parameter(torch.empty(4, dtype=torch.float8_e4m3fn))])
 
 
-def lazy():
-    from torch import nn
-
-    return nn.LazyLinear(3)
-
-
 def odd():
     return [(), (0, 5), (1, 1), (5, 0), (2, 3, 1, 4)]
 
@@ -125,14 +119,6 @@ def test_nodes_have_a_row_for_either_form(capsys):
     assert "64 ranks, 4 per node" in plan(capsys, *MODEL, *nodes), "16 nodes by default"
 
 
-def test_a_checkpoint(capsys, tmp_path):
-    import torch
-
-    path = tmp_path / "model.pt"
-    torch.save({"weight": torch.zeros(30, 20)}, path)
-    assert "model    600 parameters" in plan(capsys, "--model", str(path))
-
-
 @pytest.mark.parametrize(
     ("text", "bits"),
     [
@@ -189,7 +175,6 @@ def test_the_bytes_of_choosing_are_these(capsys):
             ["--model", f"{HERE}:in_8_bits"],
             "is in torch.float8_e4m3fn, in which nothing is averaged: give --dtype",
         ),
-        (["--model", f"{HERE}:lazy"], "lazy parameter 'weight' has no shape: run a forward first"),
     ],
 )
 def test_what_can_not_be_is_refused(capsys, arguments, message):

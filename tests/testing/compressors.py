@@ -3,21 +3,45 @@
 import torch
 import torch.distributed as dist
 
+from tests.testing.averaging import done
+
 
 def hook(state, bucket):
     """Average the bucket through its compressor."""
     return state.start(bucket)
 
 
-class Compressor:
-    """A compressor with error feedback: it compresses gradient + error per tensor, and keeps the residual."""
+class Average:
+    """An average without compression; the state counts its steps."""
 
     def __init__(self, process_group):
         self.process_group = process_group
         self.step = 0
-        self.errors = {}
 
     def start(self, bucket):
+        self.average(bucket)
+        self.step += bucket.is_last()
+        return done(bucket.buffer())
+
+    def average(self, bucket):
+        self.mean(bucket.buffer())
+
+    def mean(self, tensor):
+        dist.all_reduce(tensor.div_(self.process_group.size()), group=self.process_group)
+        return tensor
+
+    def __getstate__(self):
+        return vars(self) | {"process_group": None}
+
+
+class Compressor(Average):
+    """A compressor with error feedback: it compresses gradient + error per tensor, and keeps the residual."""
+
+    def __init__(self, process_group):
+        super().__init__(process_group)
+        self.errors = {}
+
+    def average(self, bucket):
         for position, gradient in enumerate(self.parts(bucket)):
             key = self.key(bucket, position)
             total = self.total(gradient, self.errors.get(key, torch.zeros_like(gradient)))
@@ -25,10 +49,6 @@ class Compressor:
             error = self.error(gradient, total, output.view_as(total), sent.view_as(total))
             self.errors[key] = self.sound(error)
             gradient.copy_(output.view_as(total))
-        self.step += bucket.is_last()
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
 
     def parts(self, bucket):
         return bucket.gradients()
@@ -45,13 +65,6 @@ class Compressor:
     def sound(self, error):
         """Return the error to keep: zero where it isn't finite, so that a bad step is forgotten."""
         return error.nan_to_num(0, 0, 0)
-
-    def mean(self, tensor):
-        dist.all_reduce(tensor.div_(self.process_group.size()), group=self.process_group)
-        return tensor
-
-    def __getstate__(self):
-        return vars(self) | {"process_group": None}
 
 
 class TopK(Compressor):
@@ -110,31 +123,6 @@ class Int8(Compressor):
         level = total.abs().amax() / 127 if total.numel() else total.sum()
         sent = torch.where(level == 0, total, (total / level).round() * level)
         return self.mean(sent.clone()), sent
-
-
-class Average:
-    """An average without compression; the state counts its steps."""
-
-    def __init__(self, process_group):
-        self.process_group = process_group
-        self.step = 0
-
-    def start(self, bucket):
-        self.average(bucket)
-        self.step += bucket.is_last()
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    def average(self, bucket):
-        self.mean(bucket.buffer())
-
-    def mean(self, tensor):
-        dist.all_reduce(tensor.div_(self.process_group.size()), group=self.process_group)
-        return tensor
-
-    def __getstate__(self):
-        return vars(self) | {"process_group": None}
 
 
 class UnbiasedRandomK(Average):

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from gradcomp.testing.compression import compression_report
 from gradcomp.testing.workload import Workload
+from tests.testing.averaging import done
 from tests.tolerances import ONE_STEP
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -30,9 +31,7 @@ def first_half(process_group, bucket):
     half = buffer[: buffer.numel() // 2]
     dist.all_reduce(half.div_(process_group.size()), group=process_group)
     buffer[half.numel() :] = 0
-    future = torch.futures.Future()
-    future.set_result(buffer)
-    return future
+    return done(buffer)
 
 
 def test_by_hand():

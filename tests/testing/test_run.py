@@ -9,6 +9,7 @@ import torch.distributed as dist
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing import RankError, Workload, claims_of, run_hook
 from gradcomp.testing.run import CheckpointError, reload, tensors_in
+from tests.testing.averaging import done
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
@@ -17,12 +18,6 @@ WORKLOAD = Workload(((6, 5), (3,), (2, 2)), ((2, 1), (0,)), steps=3, noise=1.0, 
 
 def power_sgd(process_group):
     return powerSGD_hook.PowerSGDState(process_group, matrix_approximation_rank=1, start_powerSGD_iter=2)
-
-
-def done(value):
-    future = torch.futures.Future()
-    future.set_result(value)
-    return future
 
 
 def test_outputs_are_the_averages_by_step_rank_and_index():
