@@ -27,7 +27,6 @@ from tests.training import Given
 
 HOOKS = {
     "int4": (lambda: QuantizationState(bits=4, start_iter=2), quantization_hook),
-    "int8": (lambda: QuantizationState(bits=8, start_iter=2), quantization_hook),
     "PowerSGD int8": (
         lambda: PowerSGDState(None, 2, start_powerSGD_iter=2, factor_dtype=torch.int8),
         powerSGD_hook,
@@ -273,7 +272,7 @@ def run(target, *arguments):
 
 if __name__ == "__main__":
     kinds = {
-        "ddp": lambda: {name: run(replica, name, name != "int8") for name in HOOKS},
+        "ddp": lambda: {name: run(replica, name, name == "int4") for name in HOOKS},
         "local_steps": lambda: run(local_replica),
         "example": run_example,
     }
