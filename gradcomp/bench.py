@@ -56,29 +56,24 @@ def bench_parser() -> BenchParser:
         "communication is, the trial's table, and the choice.",
         epilog=f"{HOW_TO_START[0].upper()}{HOW_TO_START[1:]}.",
     )
-    add = parser.add_argument
-    add(
-        "--ranks", type=positive_int, metavar="N", help="Start N processes on this machine, without torchrun."
-    )
+    text = "Start N processes on this machine, without torchrun."
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help=text)
     text = (
         "gpt (3 million parameters), gpt-medium (303 million), or module:callable, which returns (module, "
         "loss), where loss(model) computes the loss of a step. Default: %(default)s."
     )
-    add("--model", default="gpt", help=text)
+    parser.add_argument("--model", default="gpt", help=text)
     text = "auto_hook's candidates besides none, mildest first, with commas. Default: %(default)s."
     hooks, default = command_line.hooks_named, ",".join(CANDIDATES[1:])
-    add("--hook", type=hooks, default=default, metavar="NAMES", help=text)
+    parser.add_argument("--hook", type=hooks, default=default, metavar="NAMES", help=text)
     text = "The rounds of the trial. Default: 3. More find smaller gains."
-    add("--rounds", type=positive_int, default=3, metavar="N", help=text)
+    parser.add_argument("--rounds", type=positive_int, default=3, metavar="N", help=text)
     text = "DDP's option of this name. Default: 25."
-    add("--bucket-cap-mb", type=positive, default=25.0, metavar="MB", help=text)
+    parser.add_argument("--bucket-cap-mb", type=positive, default=25.0, metavar="MB", help=text)
     text = "The ranks of a node, which share its network cards. Default: torchrun's."
-    add("--ranks-per-node", type=positive_int, metavar="N", help=text)
-    add(
-        "--cpu",
-        action="store_true",
-        help="Compute on the CPU and communicate with gloo, though there are GPUs.",
-    )
+    parser.add_argument("--ranks-per-node", type=positive_int, metavar="N", help=text)
+    text = "Compute on the CPU and communicate with gloo, though there are GPUs."
+    parser.add_argument("--cpu", action="store_true", help=text)
     return parser
 
 
