@@ -17,7 +17,6 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ..comm.reduced_values import ReducedValues
 from ..comm.streams import Future, mark, seconds_between
@@ -114,7 +113,6 @@ class Trial:
     before: the candidate that an earlier trial chose; None without one.
     taking_part: the candidates that take turns in this round.
     step: the number of steps in this round so far; negative in the first steps of a process, before it.
-    round: the number of rounds so far.
     seconds: by candidate, the times of the steps that count, of the ranks' mean; inf if unknown.
     waits: the time that each of the first candidate's steps waits for its averages, on the slowest rank.
     sent_bytes: by candidate, the bytes that a rank sends per step; with nodes, a node.
@@ -234,20 +232,13 @@ class Trial:
         """Return a row for each candidate; see AutoState.table."""
         rows = []
         for name, seconds in self.medians().items():
-            median, low, high, level = self.gain(name) or (None,) * 4
-            rows.append(
-                {
-                    "candidate": name,
-                    "ms": _ms(seconds),
-                    "wait_ms": _ms(self.wait) if name == self.names[0] else None,
-                    "gain_ms": _ms(median),
-                    "gain_low_ms": _ms(low),
-                    "gain_high_ms": _ms(high),
-                    "level": level,
-                    "why": self.objection(name),
-                    "sent_bytes": self.sent_bytes.get(name),
-                }
-            )
+            gain = self.gain(name) or Gain(*[math.inf] * 4)
+            times = {"ms": seconds, "wait_ms": self.wait if name == self.names[0] else math.inf}
+            times |= {"gain_ms": gain.median, "gain_low_ms": gain.low, "gain_high_ms": gain.high}
+            known = {key: each * 1e3 if math.isfinite(each) else None for key, each in times.items()}
+            level = gain.level if math.isfinite(gain.level) else None
+            row = {"candidate": name, **known, "level": level, "why": self.objection(name)}
+            rows.append({**row, "sent_bytes": self.sent_bytes.get(name)})
         return rows
 
     @classmethod
@@ -283,10 +274,6 @@ class Trial:
             yield name, rule.accepts(getattr(self, name))
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None or not math.isfinite(seconds) else seconds * 1e3
-
-
 class SlowSteps:
     """The steps after a trial that were slow in a row, on the rank that has most of them."""
 
@@ -294,26 +281,19 @@ class SlowSteps:
         self._num = 0
         self._on_ranks: ReducedValues | None = None  # of the last check
 
-    def are_too_many(
-        self,
-        steps: Sequence[tuple[int, float]],
-        limit: float,
-        groups: Sequence[dist.ProcessGroup],
-        device: torch.device,
-    ) -> bool:
+    def are_too_many(self, steps: Sequence[Any], usual: float, groups: Any, device: torch.device) -> bool:
         """Add steps; return whether there were MAX_SLOW_STEPS at the last check. The host doesn't wait.
 
         steps: from StepClock.take.
-        limit: the seconds above which a step is slow.
-        groups: the groups that compare their ranks.
+        usual: the seconds of a step in the trial.
+        groups: the process groups that compare their ranks.
         """
         for _, seconds in steps:
-            self._num = self._num + 1 if seconds > limit else 0
+            self._num = self._num + 1 if seconds > SLOW * usual else 0
         before = self._on_ranks
         if before is not None and before.wait()[0] >= MAX_SLOW_STEPS:
             return True
-        what = "compare the speed of auto_hook's steps"
-        self._on_ranks = ReducedValues(what, [self._num], groups, device)
+        self._on_ranks = ReducedValues("compare the speed of auto_hook's steps", [self._num], groups, device)
         return False
 
 

@@ -21,22 +21,11 @@ from gradcomp.compress.parameter_states import Bucket
 from gradcomp.compress.powersgd import PowerSGDCompressor
 from gradcomp.compress.settings import Settings
 from gradcomp.compress.state import CompressorState, Phase, option
-from gradcomp.compress.trial import (
-    CHECK_EVERY,
-    MAX_SLOW_STEPS,
-    SLOW,
-    TOLERANCE,
-    TURN,
-    SlowSteps,
-    StepClock,
-    Trial,
-)
+from gradcomp.compress.trial import CHECK_EVERY, MAX_SLOW_STEPS, TOLERANCE, TURN, SlowSteps, StepClock, Trial
 from gradcomp.device import has_streams
 from gradcomp.rules import RANK, Rule, check_fields, checked_field, described
 
 from .named_hooks import NamedHook, forms_of
-
-logger = logging.getLogger(__name__)
 
 __all__ = ["CANDIDATES", "AutoState", "auto_hook"]
 
@@ -242,8 +231,8 @@ class AutoState(CompressorState):
         elif self.retrial_every is not None and self.iter - trial.chosen_at >= self.retrial_every:
             self._begin_trial(group)
         elif self.iter % CHECK_EVERY == 0:
-            limit = SLOW * trial.medians()[trial.choice]
-            if self._slow.are_too_many(self._clock.take(), limit, self._groups(group), self._device):
+            usual = trial.medians()[trial.choice]
+            if self._slow.are_too_many(self._clock.take(), usual, self._groups(group), self._device):
                 say(f"auto_hook: {MAX_SLOW_STEPS} steps in a row were slow, so the trial is repeated", group)
                 self._begin_trial(group)
 
@@ -370,7 +359,7 @@ def _shown_gain(row: dict[str, Any]) -> str:
 def _announce(trial: Trial, table: list[dict[str, Any]], step: int, group: dist.ProcessGroup) -> None:
     """Say what was chosen before this step, and why, with the table."""
     if trial.unknown:
-        logger.warning(
+        logging.getLogger(__name__).warning(
             "auto_hook knows no time of a step with %s after %s rounds, so it uses %s. Likely cause: "
             "a clock that stands still, goes back or returns NaN on a rank.",
             *(", ".join(trial.unknown), trial.round, trial.choice),

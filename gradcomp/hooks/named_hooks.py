@@ -58,8 +58,6 @@ _STATELESS: dict[torch.dtype | None, Hook] = {
     torch.bfloat16: default_hooks.bf16_compress_hook,
     torch.float16: default_hooks.fp16_compress_hook,
 }
-
-
 # The hooks' costs in validation loss of the small GPT, in nats, as docs/accuracy.md has them.
 COSTS = {
     **dict.fromkeys(("none", "allreduce", "fp16", "int8"), 0.0),
