@@ -23,10 +23,7 @@ def make_fsdp(state, **options):
 
 
 # The state of compress_reduce_scatter; what test_feedback and test_reduce_scatter don't add up.
-FORMS = {
-    "plain steps first": {"bits": 4, "start_iter": 5},
-    "hierarchical": {"bits": 8, "ranks_per_node": 2},
-}
+FORMS = {"plain steps first": {"bits": 4, "start_iter": 5}, "hierarchical": {"bits": 8, "ranks_per_node": 2}}
 PRECISIONS = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
