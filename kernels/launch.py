@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class Launch:
         if is_rocm():
             constants.pop("maxnreg", None)  # for which Triton raises KeyError there
         self.slots = [(i, value) for i, value in enumerate(arguments) if isinstance(value, Slot)]
-        self._run: Callable[..., None] | None = None
+        self._run: Any = None  # launches the compiled kernel
         self._of_kernel: tuple[Any, ...] = ()
         self._bound: list[Any] = []
 
@@ -116,11 +116,11 @@ class Launch:
 
         values: of the slots, by name, with addresses for tensors.
         """
-        assert self._run is not None
-        bound = self._bound
+        bound = self._bound.copy()  # threads share the launches of casts and copies
         for index, slot in self.slots:
             bound[index] = values[slot.name]
-        self._run(values.get("num_programs", self.num_programs), 1, 1, stream, *self._of_kernel, *bound)
+        if num_programs := values.get("num_programs", self.num_programs):
+            self._run(num_programs, 1, 1, stream, *self._of_kernel, *bound)
 
 
 class Stage:

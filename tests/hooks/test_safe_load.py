@@ -25,26 +25,11 @@ HOOKS = [
     quantization_hooks.quantization_perchannel_hook,
 ]
 COLLECTIVES = [
-    *(
-        "all_reduce",
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-    ),
-    *(
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "new_group",
-        "reduce",
-        "reduce_scatter",
-    ),
-    *("scatter", "scatter_object_list", "send", "recv", "init_process_group", "destroy_process_group"),
-]
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
+    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object",
+    "new_group", "reduce", "reduce_scatter", "scatter", "scatter_object_list", "send", "recv",
+    "init_process_group", "destroy_process_group",
+]  # fmt: skip
 STATE = powerSGD_hook.PowerSGDState
 QuantizationState = quantization_hooks.QuantizationState
 

@@ -156,3 +156,21 @@ def test_a_launch_of_no_programs_launches_nothing():
     assert not kernel.launched
     full()
     assert kernel.launched == [((3,), (1,), {"BLOCK": 2})]
+
+
+def test_a_launch_is_not_changed_by_another_threads():
+    """Casts and copies share a launch: another call comes while the arguments are put together."""
+    launched = []
+    launch = Launch(Kernel(), None, Slot("src", 0), Slot("scale", 0.0))
+    launch._bound = [None, None]
+    launch._run = lambda *arguments: launched.append((arguments[0], *arguments[4:]))
+
+    class Interrupted(dict):
+        def __getitem__(self, name):
+            if name == "scale":
+                launch.run_compiled({"num_programs": 2, "src": 20, "scale": 0.2}, stream=0)
+            return super().__getitem__(name)
+
+    launch.run_compiled(Interrupted(num_programs=1, src=10, scale=0.1), stream=0)
+    launch.run_compiled({"num_programs": 0, "src": 30, "scale": 0.3}, stream=0)
+    assert launched == [(2, 20, 0.2), (1, 10, 0.1)]
