@@ -84,8 +84,7 @@ def is_current(device: torch.device) -> bool:
 
 def current_stream() -> int:
     """Return the current device's current stream, as the kernels' launchers take it."""
-    stream: int = _raw_stream(_current_device())
-    return stream
+    return int(_raw_stream(_current_device()))
 
 
 @functools.cache

@@ -6,6 +6,7 @@ they also compute on CPU tensors, in Triton's interpreter. Plain torch (cpu/) co
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,8 +35,8 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float64, torch.float32, *_HALVES)
 
-_Tables = dict[tuple[torch.device, bool], flatten_kernel.FlattenTables]
-_tables: weakref.WeakKeyDictionary[FlatLayout, _Tables] = weakref.WeakKeyDictionary()
+_tables: weakref.WeakKeyDictionary[FlatLayout, dict[Any, flatten_kernel.FlattenTables]]
+_tables = weakref.WeakKeyDictionary()
 
 
 def runs_triton(device: torch.device) -> bool:
@@ -204,10 +205,11 @@ def _parts(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
 def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> flatten_kernel.FlattenTables:
     # One table per direction. A shared table would receive new addresses twice in every step that flattens
     # some tensors and unflattens to other tensors.
-    tables = _tables.setdefault(layout, {})
-    if (device, to_flat) not in tables:
-        tables[device, to_flat] = flatten_kernel.FlattenTables(list(layout.tiles(BLOCK)), len(layout), device)
-    return tables[device, to_flat]
+    # And one per thread: calls at once, of average_ for example, share the layout.
+    tables, key = _tables.setdefault(layout, {}), (device, to_flat, threading.get_ident())
+    if key not in tables:
+        tables[key] = flatten_kernel.FlattenTables(list(layout.tiles(BLOCK)), len(layout), device)
+    return tables[key]
 
 
 def powersgd_plan(

@@ -38,15 +38,16 @@ class Slot:
 
     name: the argument's name in Stage's call.
     example: what the kernel is compiled for: a tensor of the argument's dtype, or a number of its type.
+    alignment: bytes; tensors' addresses are multiples of it.
     """
 
-    def __init__(self, name: str, example: torch.Tensor | float):
-        self.name, self.example = name, example
+    def __init__(self, name: str, example: torch.Tensor | float, alignment: int = ALIGNMENT):
+        self.name, self.example, self.alignment = name, example, alignment
 
     @classmethod
-    def buffer(cls, dtype: torch.dtype, name: str = "buffer") -> Slot:
+    def buffer(cls, dtype: torch.dtype, name: str = "buffer", alignment: int = ALIGNMENT) -> Slot:
         """Return the slot of a tensor of this dtype."""
-        return cls(name, torch.empty(1, dtype=dtype, device="meta"))
+        return cls(name, torch.empty(1, dtype=dtype, device="meta"), alignment)
 
 
 class Launch:
@@ -74,12 +75,6 @@ class Launch:
             for index, slot in self.slots:
                 arguments[index] = values[slot.name]
             self._kernel[(num_programs,)](*arguments, **self._constants)
-
-    def alignment(self, index: int) -> int:
-        """Return the bytes of which the compiled kernel takes an argument's address to be a multiple."""
-        params = getattr(self._kernel, "params", ())
-        is_free = len(params) > index and params[index].do_not_specialize_on_alignment
-        return 1 if is_free else ALIGNMENT
 
     def compile(self) -> bool:
         """Compile the kernel for the current device. Return whether run_compiled can launch it."""
@@ -134,9 +129,9 @@ class Stage:
         self._launches = [launch for launch in launches if launch.num_programs != 0]
         self._is_compiled = False
         self._tensors = {
-            slot.name: (slot.example.dtype, launch.alignment(index))
+            slot.name: (slot.example.dtype, slot.alignment)
             for launch in self._launches
-            for index, slot in launch.slots
+            for _, slot in launch.slots
             if isinstance(slot.example, torch.Tensor)
         }
         if has_streams(device):

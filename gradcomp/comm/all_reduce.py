@@ -20,7 +20,7 @@ from gradcomp import ops
 from gradcomp.device import has_streams
 
 from .bucket import as_real
-from .exchange import MIN_DELAY_S, all_reduce, round_trip_s
+from .exchange import MIN_DELAY_S, SUM, all_reduce, round_trip_s
 from .pipeline import Pipeline, Stages, average_in_stages
 from .process_group import ExplainedError, Explaining, backends_of, has_backend
 from .streams import Future, require_no_capture
@@ -129,7 +129,7 @@ def _value_of(future: Any, operation: Explaining) -> Any:
 
 def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Explaining) -> dist.Work:
     try:
-        return group.allreduce([as_real(wire)])
+        return group.allreduce([as_real(wire)], SUM)
     except (RuntimeError, TypeError, ValueError) as error:
         # gloo's own errors name its source files.
         if isinstance(error, dist.DistError) or "/gloo/" in str(error):

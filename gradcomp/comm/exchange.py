@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from gradcomp import ops
 
@@ -49,6 +50,8 @@ Works = Generator[dist.Work | None, None, None]
 _OF_GROUP = ("all_to_all_single", "all_gather_single")
 if not hasattr(dist.ProcessGroup, _OF_GROUP[0]):
     _OF_GROUP = ("alltoall_base", "_allgather_base")
+# Their options, which a group of a class in Python, such as torchft's, may require.
+SUM, _TO_ALL, _GATHER = dist.AllreduceOptions(), dist.AllToAllOptions(), AllgatherOptions()
 
 # The tags of these messages. They are large: a program's own messages on the group hardly have such tags.
 _FIRST_TAG, _NUM_TAGS = 2**30, 2**30
@@ -111,7 +114,7 @@ def all_reduce(
 
 
 def _own_all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor) -> Works:
-    yield group.allreduce([wire])
+    yield group.allreduce([wire], SUM)
     if out is not wire:
         ops.decompress_cast(wire, out=out)
 
@@ -141,8 +144,7 @@ class Gather:
         if self._messages is None:
             assert isinstance(self._received, torch.Tensor)
             gathered = self._received.view(-1)
-            work: dist.Work = getattr(self._group, _OF_GROUP[1])(gathered, sent)
-            return work
+            return getattr(self._group, _OF_GROUP[1])(gathered, sent, _GATHER)  # type: ignore[no-any-return]
         own = self._received[self._group.rank()]
         if own is not sent:
             own.copy_(sent)
@@ -157,7 +159,7 @@ def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
     if takes_messages(sent, group):
         received[group.rank()].copy_(sent[group.rank()])
         return _Messages(received, group, kind=0).send(sent)
-    work: dist.Work = getattr(group, _OF_GROUP[0])(received.view(-1), sent.view(-1), [], [])
+    work: dist.Work = getattr(group, _OF_GROUP[0])(received.view(-1), sent.view(-1), [], [], _TO_ALL)
     return work
 
 

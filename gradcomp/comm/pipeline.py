@@ -19,7 +19,7 @@ others, the oldest bucket first: A₀ A₁ … B₀ B₁ …. With any number of
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -212,12 +212,15 @@ class Pipeline:
         elif any(running.backward == backward for running in self._running):
             self.finish()
 
-    def _advance(self, buckets: Sequence[_Running], num_stages: int) -> list[_Running]:
+    def _advance(self, buckets: list[_Running], num_stages: int) -> list[_Running]:
         """Run stages of the buckets in turn, on side streams. Returns the buckets that have more stages."""
-        found: list[_Running] = []
-        for device, each in groupby(buckets, attrgetter("device")):
-            found += on_side_stream(device, partial(self._step, [*each], num_stages))
-        return found
+        # Of several devices each runs one stage in turn: the order must not depend on the devices.
+        at_once = num_stages if len(set(map(attrgetter("device"), buckets))) == 1 else 1
+        while buckets and num_stages:
+            running, buckets, num_stages = buckets, [], num_stages - at_once
+            for device, each in groupby(running, attrgetter("device")):
+                buckets += on_side_stream(device, partial(self._step, [*each], at_once))
+        return buckets
 
     def _step(self, buckets: list[_Running], num_stages: int) -> list[_Running]:
         """Run stages of each bucket, the last of which completes its future. Returns those with more.

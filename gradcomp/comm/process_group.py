@@ -115,8 +115,7 @@ def has_backend(group: dist.ProcessGroup, name: str) -> bool:
     kept = kept_of(group)
     if name not in kept:
         kept[name] = name in backends_of(group)
-    found: bool = kept[name]
-    return found
+    return bool(kept[name])
 
 
 def _is_unnamed(group: dist.ProcessGroup) -> bool:

@@ -18,6 +18,8 @@ import torch
 
 from gradcomp.device import has_streams, is_current
 
+from .torch_private import ids_of_current_stream, set_stream
+
 T = TypeVar("T")
 Future = torch.futures.Future[torch.Tensor]
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -64,17 +66,12 @@ def wait_for_current_stream(device: torch.device) -> None:
 
 
 _of_thread = threading.local()  # has an event by side stream: another thread's record would be waited for
-# torch.cuda's functions around torch's private ones take several times as long, and make a Stream each time.
-_ids_of_current = getattr(torch._C, "_cuda_getCurrentStream", None)
-_set_stream = getattr(torch._C, "_cuda_setStream", None)
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
 def _current_stream(index: int) -> torch.cuda.Stream:
     """Return the current stream of the device with this index."""
-    if _ids_of_current is None:
-        return torch.cuda.current_stream(index)
-    ids = _ids_of_current(index)
+    ids = ids_of_current_stream(index)
     if (stream := _streams.get(ids)) is None:
         stream_id, _, kind = ids
         stream = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
@@ -87,7 +84,7 @@ def on_side_stream(device: torch.device, function: Callable[[], T]) -> T:
     if not has_streams(device):
         return function()
     stream = side_stream(device)
-    if not is_current(device) or _set_stream is None:
+    if not is_current(device):
         with torch.cuda.stream(stream):  # which switches devices, too
             return function()
     before = _current_stream(stream.device_index)
@@ -99,8 +96,7 @@ def on_side_stream(device: torch.device, function: Callable[[], T]) -> T:
 
 
 def _set(stream: torch.cuda.Stream) -> None:
-    assert _set_stream is not None
-    _set_stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+    set_stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def completed(device: torch.device, result: torch.Tensor) -> Future:

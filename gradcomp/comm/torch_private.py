@@ -55,6 +55,9 @@ current_graph_task_id: Callable[[], int] = function_of("_C._current_graph_task_i
 current_autograd_node: Callable[[], Any] = function_of("_C._current_autograd_node")
 # Calls a function at the end of the running backward, where averages are waited for.
 queue_callback: Callable[..., None] = function_of("autograd.Variable._execution_engine.queue_callback")
+# A CUDA device's current stream, and what sets it. torch.cuda's functions take several times as long.
+ids_of_current_stream: Callable[[int], tuple[int, int, int]] = function_of("_C._cuda_getCurrentStream")
+set_stream: Callable[..., None] = function_of("_C._cuda_setStream")
 # A context in which buffers may change that an earlier forward keeps for its backward.
 preserve_version_counter: Callable[..., Any] = function_of("autograd._unsafe_preserve_version_counter")
 # Tensors in nested containers: outputs with find_unused_parameters, and states that ranks take over.

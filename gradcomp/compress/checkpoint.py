@@ -72,9 +72,10 @@ def options_from(what: str, given: Any, options_class: type) -> Any:
 
     Raises KeyError for missing and unknown options, ValueError for invalid ones, or for anything but a dict.
     """
-    if isinstance(given, dict):
-        given = {name: value for name, value in given.items() if name != "within_dtype"}  # which is gone
-    require_keys(what or "options", given, [each.name for each in fields_of(options_class)])
+    names = [each.name for each in fields_of(options_class)]
+    if isinstance(given, dict):  # of an earlier commit, maybe, which had within_dtype
+        given = {name: given[name] for name in given if name != "within_dtype" or name in names}
+    require_keys(what or "options", given, names)
     try:
         return options_class(**given)
     except (TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.bucket import GradBucket, Hooked, as_real, result_of
-from gradcomp.comm.exchange import has_delay
+from gradcomp.comm.exchange import SUM, has_delay
 from gradcomp.comm.process_group import Explaining
 from gradcomp.layout import FlatLayout
 
@@ -323,7 +323,7 @@ class BucketCommunicator:
         if hook is None and not has_delay(bucket.buffer, self._group):
             # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
             with operation:
-                return self._group.allreduce([bucket.buffer])
+                return self._group.allreduce([bucket.buffer], SUM)
         given: Any = GradBucket(number, bucket.buffer.detach(), bucket.parameters, is_last)
         if hook is None:
             return average_in_place(given, self._group, operation, divisor=1)

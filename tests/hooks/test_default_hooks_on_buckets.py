@@ -72,12 +72,12 @@ def test_buckets_that_cannot_be_compressed_are_refused_on_every_rank(rank):
 
 
 class WithoutBf16(dist.ProcessGroup):
-    """A backend that can't all-reduce bfloat16."""
+    """A backend that can't all-reduce bfloat16, and requires options, as torchft's do."""
 
     def getBackendName(self):  # noqa: N802
         return "nobf16"
 
-    def allreduce(self, tensors, options=None):
+    def allreduce(self, tensors, options):
         raise RuntimeError("Invalid scalar type")
 
 
