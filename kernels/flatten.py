@@ -36,7 +36,7 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
     """
     numel = src.numel()
     launch = cast_of(src.dtype, out.dtype, out.device)
-    launch(num_programs=-(-numel // BLOCK), src=src, out=out, numel=numel, scale=scale)
+    launch(num_programs=triton.cdiv(numel, BLOCK), src=src, out=out, numel=numel, scale=scale)
 
 
 @functools.cache

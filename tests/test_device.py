@@ -21,7 +21,7 @@ def amd_gpu(monkeypatch):
 
     def install(name: str) -> None:
         monkeypatch.setattr(torch.version, "hip", "6.4.43482")
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr("gradcomp.device._current_device", lambda: 0)
         properties = SimpleNamespace(gcnArchName=name)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
 

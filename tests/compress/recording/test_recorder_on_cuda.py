@@ -20,7 +20,8 @@ log, waits = [], []
 
 class Event:
     def __init__(self, enable_timing=False):
-        assert enable_timing
+        if not enable_timing:  # it orders the side stream after gradients
+            self.record = self.wait = lambda stream: None
         self.index = len([entry for entry in log if entry[0] == "event"])
 
     def record(self, stream=None):
