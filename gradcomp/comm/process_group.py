@@ -203,17 +203,17 @@ class Explaining(NamedTuple):
         # Subclasses of RuntimeError explain themselves: out of memory, or explained already.
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             return error
-        text, failed = str(error), f"rank {self.rank} of {self.world_size} could not {self.what}"
-        if found := _IN_CALLBACK.fullmatch(text):
+        text = str(error)
+        if found := _IN_CALLBACK.fullmatch(text):  # which names the line in the callback
             kind, text = found.groups()
             if kind == ExplainedError.__name__:
                 return ExplainedError(text)
             if kind != RuntimeError.__name__ and not kind.startswith("Dist"):
-                return ExplainedError(f"{failed}: {error}")  # with the line in the callback
+                return ExplainedError(f"rank {self.rank} of {self.world_size} could not {self.what}: {error}")
         text, cause = text.rstrip(". \n"), _who_waits() or _LIKELY
         return ExplainedError(
-            f"{failed}: {text}. If nothing is wrong on this rank, {cause}. Look for the first error in the "
-            "output of the other ranks"
+            f"rank {self.rank} of {self.world_size} could not {self.what}: {text}. If nothing is wrong on "
+            f"this rank, {cause}. Look for the first error in the output of the other ranks"
         )
 
 
