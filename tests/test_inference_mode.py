@@ -24,10 +24,7 @@ HOOKS = {
     "none": (lambda: None, None),
     "bf16": (lambda: None, bf16_compress_hook),
     "int4": (partial(QuantizationState, None, 4, start_iter=2), quantization_hook),
-    "int8 with nodes": (
-        partial(QuantizationState, None, 8, start_iter=2, ranks_per_node=2),
-        quantization_hook,
-    ),
+    "nodes": (partial(QuantizationState, None, 8, start_iter=2, ranks_per_node=2), quantization_hook),
     "PowerSGD": (partial(PowerSGDState, None, 2, 2), powerSGD_hook),
     "batched, int8": (partial(PowerSGDState, None, 2, 2, factor_dtype=torch.int8), batched_powerSGD_hook),
     "auto": (partial(AutoState, None, ("int4", "powersgd:2"), start_iter=2), auto_hook),

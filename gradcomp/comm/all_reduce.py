@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.device import has_streams
 
-from .bucket import as_real
+from .bucket import Wire, as_real
 from .exchange import MIN_DELAY_S, SUM, all_reduce, round_trip_s
 from .pipeline import Pipeline, Stages, average_in_stages
 from .process_group import ExplainedError, Explaining, backends_of, has_backend
@@ -30,13 +30,13 @@ def all_reduce_compressed(
     bucket: dist.GradBucket,
     group: dist.ProcessGroup,
     operation: Explaining,
-    compress: Callable[[], tuple[torch.Tensor, Callable[[], None]]],
+    compress: Callable[[], Wire],
     pipeline: Pipeline | None = None,
 ) -> Future:
     """Sum a compressed bucket over the group into the bucket's buffer, which completes a future.
 
     operation: explains errors of the all-reduce.
-    compress: returns (the wire, what is called when the wire has been used). The wire may be the buffer.
+    compress: returns the wire, which may be the buffer.
     pipeline: see average_in_stages.
 
     Raises RuntimeError if the backend refuses the tensor. An error of the communication itself is raised by a
@@ -89,7 +89,7 @@ def average_in_place(
     """Average a bucket in its own dtype: divide it by the divisor or the group's size, then all-reduce it."""
     buffer, by = bucket.buffer(), group.size() if divisor is None else divisor
 
-    def divide() -> tuple[torch.Tensor, Callable[[], None]]:
+    def divide() -> Wire:
         return (buffer.div_(by) if by != 1 else buffer), lambda: None
 
     return all_reduce_compressed(bucket, group, operation, divide, pipeline)

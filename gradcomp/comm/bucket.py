@@ -300,13 +300,12 @@ class KeptBuffers(Generic[Kept]):
 _wires: KeptBuffers[torch.Tensor] = KeptBuffers()
 
 
-def _no_op() -> None:
-    pass
+# What a bucket is sent in, and what to call when the bucket is averaged. A name, as Python evaluates the
+# annotation of a function within a hook in every call.
+Wire = tuple[torch.Tensor, Callable[[], None]]
 
 
-def take_wire(
-    bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype
-) -> tuple[torch.Tensor, Callable[[], None]]:
+def take_wire(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> Wire:
     """Return a buffer of this dtype, as long as the bucket, and what to call when the bucket is averaged.
 
     On a CPU new memory costs a page fault per 4 KiB, so the call keeps the buffer for the bucket's next step.
@@ -314,7 +313,7 @@ def take_wire(
     """
     buffer = bucket.buffer()
     if has_streams(buffer.device):
-        return torch.empty(buffer.numel(), dtype=dtype, device=buffer.device), _no_op
+        return torch.empty(buffer.numel(), dtype=dtype, device=buffer.device), lambda: None
     parameters = bucket.parameters()  # torch makes a list of them in every call
     key = (buffer.numel(), buffer.device)
     wire = _wires.take(parameters, hook_name, key)

@@ -22,8 +22,8 @@ def apply_to_torch() -> AbstractContextManager[Any]:
     torch's and gradcomp's modules share is replaced, and so are DDPCommHookType and register_ddp_comm_hook.
     Names imported before keep torch's hooks. A hook that is registered on a model stays there.
 
-    The names change for the whole process, in all threads. A block ends only what it has begun: nested blocks
-    end with the outer one. A name that other code changes during a block keeps that code's value.
+    The names change for the whole process, in all threads, until the block that has replaced them ends.
+    Blocks may be nested. A name that other code changes during a block keeps that code's value.
 
     Example::
 

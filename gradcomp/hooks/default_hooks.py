@@ -20,6 +20,7 @@ from gradcomp.comm.all_reduce import all_reduce_compressed, average_in_place, ru
 from gradcomp.comm.bucket import (
     Hook,
     Hooked,
+    Wire,
     checked_bucket,
     checked_future,
     require_bucket,
@@ -139,7 +140,7 @@ def _compress_hook(
         return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)
     buffer, group = checked_bucket(name, bucket, process_group)
 
-    def compress() -> tuple[torch.Tensor, Callable[[], None]]:
+    def compress() -> Wire:
         wire, keep = take_wire(bucket, name, dtype)
         return ops.compress_cast(buffer, out=wire, scale=1 / group.size(), overwrite=True), keep
 

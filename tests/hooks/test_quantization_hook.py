@@ -168,7 +168,7 @@ def test_every_property_of_the_kit(bits):
         ({"use_error_feedback": 1}, "error_feedback is 1"),
         (
             {"uncompressed_dtype": torch.float32},
-            "uncompressed_dtype is torch.float32, but must be None, torch.bfloat16 or",
+            "uncompressed_dtype is torch.float32, but must be None, torch",
         ),
         ({"start_iter": -1}, "start_iter is -1"),
     ],

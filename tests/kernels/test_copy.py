@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -141,6 +142,13 @@ def test_pointers_are_sent_only_when_they_change(device):
     assert tables.pointers(tensors)._version == version
     assert tables.pointers(tensors[::-1])._version == version + 1
     assert first.tolist() == [tensors[1].data_ptr(), tensors[0].data_ptr()]
+
+
+def test_threads_have_tables_of_their_own(device):
+    layout = FlatLayout([(3,)])
+    own = ops._tables_of(layout, device, to_flat=True)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ops._tables_of, layout, device, to_flat=True).result() is not own
 
 
 def test_one_launch_whatever_the_number_of_tensors(monkeypatch, device):
