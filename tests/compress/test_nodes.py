@@ -1,4 +1,4 @@
-"""The hierarchical all-reduce of codes: means, errors, left-out tensors, checkpoints, bytes between nodes."""
+"""All-reduces of codes, flat and hierarchical: means, errors, left-out tensors, checkpoints, bytes."""
 
 import io
 import os
@@ -35,7 +35,7 @@ EXACT = [slice(1200, 1217), slice(1337, 1344)]
 LOSS = {4: 0.2, 8: 0.02, 16: 0.005}
 BITS = pytest.mark.parametrize("bits", [4, 8])
 # (world size, ranks per node)
-NODES = [(4, 2), (6, 3), (6, 2), (4, 4), (3, 1)]
+NODES = [(4, 2), (6, 3), (6, 2), (4, 4), (3, 1), (1, 1)]
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
@@ -99,7 +99,7 @@ def means(runs):
 
 
 @BITS
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES[:4])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), NODES)
 def test_what_is_lost_comes_back(bits, world_size, ranks_per_node):
     runs = testing.run_ranks(continued, world_size, bits, ranks_per_node, None)
     inputs, errors = means(runs)
@@ -232,9 +232,11 @@ def test_small_wires_of_factors_go_without_nodes(monkeypatch):
     assert testing.run_ranks(sent_between_nodes, 4, 2, "factors") == [[0, 0]] * 4
 
 
+# The compressor, its options, and the ranks of a node.
 COMPRESSORS = {
-    "int4": (QuantizedCompressor, QuantizedOptions(4, 16)),
-    "factors": (PowerSGDCompressor, PowerSGDOptions(2, 1.0)),
+    "int8 flat": (QuantizedCompressor, QuantizedOptions(8, 16), 1),
+    "int4": (QuantizedCompressor, QuantizedOptions(4, 16), 2),
+    "factors": (PowerSGDCompressor, PowerSGDOptions(2, 1.0), 2),
 }
 
 
@@ -243,9 +245,9 @@ def skip_a_layer(rank, group, kind, users):
 
     Returns (error before that step, gradient, output, error after it).
     """
-    place = nodes_of(group, 2).within.rank()
-    spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), group.size(), 0, 2, place=place)
-    compressor_class, options = COMPRESSORS[kind]
+    compressor_class, options, node = COMPRESSORS[kind]
+    place = rank % node
+    spec = BucketSpec(tuple(SHAPES), torch.float32, torch.device("cpu"), group.size(), 0, node, place=place)
     compressor = compressor_class(spec, options)
     for step in range(2):
         compressor.average(random_gradient(SHAPES, rank, step), group, step)
