@@ -41,6 +41,7 @@ CHECKED = [
 HELD = (
     *("completes", "replicas_identical", "contraction", "error_feedback_identity"),
     *("nonfinite_seen_by_all", "held_back_comes_out", "scale_equivariant", "checkpoint_round_trip"),
+    "zero_stays_zero",
 )
 
 

@@ -50,6 +50,15 @@ def test_our_hooks_hold_what_they_claim(name):
     assert all(report.verdicts[name].num_examples >= 2 for name in held - once)
 
 
+@pytest.mark.usefixtures("plain_torch")
+@pytest.mark.parametrize("name", ["int8", "pertensor", "perchannel"])
+def test_zeros_stay_zeros_in_every_kind_of_block(name):
+    """Padding rows, unseen rows, pruned or masked elements."""
+    report = check_hook(*OURS[name], max_examples=4, only=["zero_stays_zero"])
+    report.raise_if_failed()
+    assert report.verdicts["zero_stays_zero"].outcome == "holds"
+
+
 @pytest.mark.filterwarnings(
     "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
 )  # numpy warns about inf
