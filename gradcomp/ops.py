@@ -111,8 +111,8 @@ def flatten(
     if parts is None or runs_triton(out.device):
         _check_list("flatten", tensors, layout, out)
     if runs_triton(out.device) and not out.is_complex():
-        ordered = [_in_order(i, tensor, layout) for i, tensor in enumerate(tensors)]
-        flatten_kernel.copy(ordered, _tables_of(layout, out.device, to_flat=True), out, scale=scale)
+        ordered = _in_order(tensors, layout)
+        flatten_kernel.copy(ordered, _tables_of(layout, out.device), out, scale=scale)
     else:
         cpu.copy(tensors, out=parts or _parts(out, layout), scale=scale)
     return out
@@ -136,9 +136,8 @@ def unflatten(
     if parts is None or runs_triton(flat.device):
         _check_list("unflatten", out, layout, flat)
     if runs_triton(flat.device) and not flat.is_complex():
-        ordered = [_in_order(i, tensor, layout, copy=False) for i, tensor in enumerate(out)]
-        tables = _tables_of(layout, flat.device, to_flat=False)
-        flatten_kernel.copy(ordered, tables, flat, scale=scale, to_flat=False)
+        ordered = _in_order(out, layout, copy=False)
+        flatten_kernel.copy(ordered, _tables_of(layout, flat.device), flat, scale=scale, to_flat=False)
         for tensor, source in zip(out, ordered, strict=True):
             if source is not tensor:
                 tensor.copy_(source)
@@ -147,12 +146,11 @@ def unflatten(
     return out
 
 
-def compile_flatten(dtype: torch.dtype, device: torch.device, *, also_unflatten: bool) -> None:
-    """Compile the kernels that flatten, and if asked unflatten, launch in one dtype; see compile_powersgd."""
+def compile_flatten(dtype: torch.dtype, flat_dtype: torch.dtype, device: torch.device) -> None:
+    """Compile the kernels that flatten and unflatten launch; see compile_powersgd."""
     if has_streams(device) and dtype in _FLOATS:
-        flatten_kernel.copy_of(dtype, dtype, device, to_flat=True)
-        if also_unflatten:
-            flatten_kernel.copy_of(dtype, dtype, device, to_flat=False)
+        for to_flat in (True, False):
+            flatten_kernel.copy_of(dtype, flat_dtype, device, to_flat=to_flat)
 
 
 class PartsCopy:
@@ -181,18 +179,23 @@ class PartsCopy:
             cpu.copy([own for own, _ in pairs], out=[place for _, place in pairs], scale=scale)
 
 
-def _in_order(index: int, tensor: torch.Tensor, layout: FlatLayout, copy: bool = True) -> torch.Tensor:
-    """Return a tensor in the layout's order: the tensor itself, or a copy if its strides differ.
+def _in_order(
+    tensors: Sequence[torch.Tensor], layout: FlatLayout, copy: bool = True
+) -> Sequence[torch.Tensor]:
+    """Return tensors in the layout's order: the tensors themselves, or copies of those with other strides.
 
-    index: the tensor's position in the layout.
-    copy: False for an uninitialized tensor in place of a copy.
+    copy: False for uninitialized tensors in place of copies.
     """
-    own, strides = tensor.stride(), layout.strides[index]
-    # Strides of dimensions of length 1 don't matter.
-    if own == strides or all(n == 1 or a == b for n, a, b in zip(tensor.shape, own, strides, strict=True)):
-        return tensor
-    ordered = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return ordered.copy_(tensor) if copy else ordered
+    if tuple([tensor.stride() for tensor in tensors]) == layout.strides:
+        return tensors
+    ordered = []
+    for tensor, strides in zip(tensors, layout.strides, strict=True):
+        # Strides of dimensions of length 1 don't matter.
+        if any(n != 1 and a != b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True)):
+            other = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+            tensor = other.copy_(tensor) if copy else other
+        ordered.append(tensor)
+    return ordered
 
 
 def _parts(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
@@ -202,11 +205,10 @@ def _parts(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
     return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in described]
 
 
-def _tables_of(layout: FlatLayout, device: torch.device, *, to_flat: bool) -> flatten_kernel.FlattenTables:
-    # One table per direction. A shared table would receive new addresses twice in every step that flattens
-    # some tensors and unflattens to other tensors.
-    # And one per thread: calls at once, of average_ for example, share the layout.
-    tables, key = _tables.setdefault(layout, {}), (device, to_flat, threading.get_ident())
+def _tables_of(layout: FlatLayout, device: torch.device) -> flatten_kernel.FlattenTables:
+    # One for both directions: a step unflattens to the tensors that it has flattened. And one per thread:
+    # calls at once, of average_ for example, share the layout.
+    tables, key = _tables.setdefault(layout, {}), (device, threading.get_ident())
     if key not in tables:
         tables[key] = flatten_kernel.FlattenTables(list(layout.tiles(BLOCK)), len(layout), device)
     return tables[key]

@@ -48,7 +48,7 @@ def all_reduce_compressed(
     def stages() -> Stages:
         wire, release = compress()
         if on_streams:
-            yield _all_reduce(wire, group, operation)
+            yield start_all_reduce(wire, group, operation)
             if wire is not buffer:
                 ops.decompress_cast(wire, out=buffer)
         else:
@@ -76,7 +76,7 @@ def all_reduce_compressed(
         release()
         return buffer
 
-    return _all_reduce(wire, group, operation).get_future().then(finish)
+    return start_all_reduce(wire, group, operation).get_future().then(finish)
 
 
 def average_in_place(
@@ -127,7 +127,8 @@ def _value_of(future: Any, operation: Explaining) -> Any:
         return future.value()
 
 
-def _all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Explaining) -> dist.Work:
+def start_all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Explaining) -> dist.Work:
+    """Start summing a flat tensor over the group. Raises RuntimeError if the backend refuses its dtype."""
     try:
         return group.allreduce([as_real(wire)], SUM)
     except (RuntimeError, TypeError, ValueError) as error:

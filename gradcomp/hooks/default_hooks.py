@@ -119,10 +119,6 @@ def bf16_compress_hook(
 
     Raises TypeError if the bucket is not a floating-point bucket; RuntimeError if the backend does not
     all-reduce bfloat16.
-
-    Example::
-
-        ddp_model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     """
     return _compress_hook("bf16_compress_hook", torch.bfloat16, process_group, bucket)
 
@@ -178,11 +174,6 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
     fp16_compress_wrapper lists the steps and errors; here the 16-bit dtype is bfloat16, and
     ``bf16_compress_wrapper(allreduce_hook)`` is bf16_compress_hook.
-
-    Example::
-
-        state = PowerSGDState(process_group=None, matrix_approximation_rank=4)
-        ddp_model.register_comm_hook(state, default_hooks.bf16_compress_wrapper(powerSGD_hook))
     """
     if hook is allreduce_hook:
         return bf16_compress_hook

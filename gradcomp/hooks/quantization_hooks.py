@@ -173,10 +173,6 @@ def quantization_perchannel_hook(
 
     Raises ValueError for a bucket_size that is odd, less than 2 or more than 4096; TypeError if the bucket is
     not a floating-point bucket.
-
-    Example::
-
-        ddp_model.register_comm_hook(None, quantization_perchannel_hook)
     """
     bucket_size = BLOCK_SIZE("quantization_perchannel_hook: bucket_size", bucket_size)
     return _average_in_8_bits("quantization_perchannel_hook", bucket, process_group, lambda *_: bucket_size)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
-from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.bucket import Hooked
 from gradcomp.comm.process_group import Explaining
@@ -340,12 +339,9 @@ class _WrappersReducer(Reducer):
 
         Keep optimizers from stepping in the next one, also those attached since the last call.
         """
-        if self._step is not None:
-            self.expect_finished()
-        watch = self._steps_in_backward
-        if watch.num_hooks != RemovableHandle.next_id:
-            watch.look()
-        watched = [self._params[index] for index in watch.handles]
+        self.expect_finished()
+        self._steps_in_backward.look()
+        watched = [self._params[index] for index in self._steps_in_backward.handles]
         self._stepping = [param for param in watched if optimizers_in_backward(param, detaches=True)]
 
     def expect_accumulation(self) -> None:

@@ -81,23 +81,19 @@ def _call(owner: weakref.ref[Owner], function: Callable[[Owner, Any], None], arg
 class AccumulateGradHooks:
     """Hooks on the parameters' AccumulateGrad nodes.
 
-    on_ready(owner, index): called when a parameter's gradient is in its .grad, or is known to be undefined.
-    owner: held weakly.
+    on_ready(owner's weakref, index, ...): called when a parameter's gradient is in its .grad, or is known to
+        be undefined.
     nodes: one per parameter, kept alive here: autograd makes another Python object for a node when no
         reference to the last one exists.
     """
 
     def __init__(
-        self,
-        params: Sequence[torch.Tensor],
-        names: Sequence[str],
-        owner: Owner,
-        on_ready: Callable[[Owner, int], None],
+        self, params: Sequence[torch.Tensor], names: Sequence[str], owner: Any, on_ready: Callable[..., None]
     ):
         self._params, self._names = params, names
         self.nodes = _nodes_of(params)
-        hooks = [partial(_call, weakref.ref(owner), on_ready, index) for index in range(len(params))]
-        self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, hooks, strict=True)]
+        hook = partial(on_ready, weakref.ref(owner))
+        self._handles = [node.register_hook(partial(hook, i)) for i, node in enumerate(self.nodes)]
 
     # Under the name that torch's DDP has in a profiler.
     @torch.autograd.profiler.record_function("torch.distributed.ddp.reducer::search_unused_parameters")
@@ -208,19 +204,21 @@ class StepsInBackward:
     nodes: the parameters' AccumulateGrad nodes.
     handles: of the watched parameters, by index.
     num_hooks: RemovableHandle.next_id, the number of the process's hooks, when none was unseen. While it
-        stays equal, look() finds nothing: to ask every parameter takes a hundredth of a step.
+        stays equal, look() does nothing: to ask every parameter takes a hundredth of a step.
     versions_before: parameters' versions just before a backward accumulated their gradients.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], nodes: Sequence[Any]):
         self._params, self._names, self._nodes = params, names, nodes
         self.handles: dict[int, Any] = {}
-        self._task = -1
+        self._task = self.num_hooks = -1
         self.versions_before: dict[int, int] = {}
         self.look()
 
     def look(self) -> None:
         """Watch the parameters that have got hooks since the last call."""
+        if self.num_hooks == RemovableHandle.next_id:
+            return
         for index, param in enumerate(self._params):
             if index not in self.handles and has_hooks_in_backward(param):
                 hook = partial(self._record, weakref.ref(self), index)  # weakly: the watcher holds the node

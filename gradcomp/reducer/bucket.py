@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.comm.all_reduce import average_in_place
+from gradcomp.comm.all_reduce import average_in_place, start_all_reduce
 from gradcomp.comm.bucket import GradBucket, Hooked, as_real, result_of
-from gradcomp.comm.exchange import SUM, has_delay
-from gradcomp.comm.process_group import Explaining
+from gradcomp.comm.exchange import has_delay
+from gradcomp.comm.process_group import Explaining, resolve_group
+from gradcomp.hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from gradcomp.layout import FlatLayout
 
 from .parameters import check_gradient
@@ -62,6 +63,7 @@ class Bucket:
     indices: the indices in the Reducer of the bucket's parameters, which have one dtype and device.
     params, all_names: of the Reducer's parameters.
     as_view: gradients become views of the buffer.
+    sent_in: the buffer's dtype, if the parameters are floating-point; None for the parameters' own.
 
     A view has its parameter's strides, so a channels-last gradient is stored in the buffer as in its own
     memory. A parameter with gaps or overlaps between its elements has a contiguous view.
@@ -79,14 +81,17 @@ class Bucket:
         params: Sequence[torch.Tensor],
         all_names: Sequence[str],
         as_view: bool = False,
+        sent_in: torch.dtype | None = None,
     ):
         self.indices, self._as_view = list(indices), as_view
         self.parameters = parameters = [params[index] for index in indices]
         self._names = names = [all_names[index] for index in indices]
         numels = [parameter.numel() for parameter in parameters]
-        self.buffer = torch.zeros(sum(numels), dtype=parameters[0].dtype, device=parameters[0].device)
+        dtype, device = parameters[0].dtype, parameters[0].device
+        self.is_rounded = sent_in is not None and dtype.is_floating_point and ops.runs_triton(device)
+        self.buffer = torch.zeros(sum(numels), dtype=sent_in if self.is_rounded else dtype, device=device)
         # Otherwise the first backward would compile.
-        ops.compile_flatten(self.buffer.dtype, self.buffer.device, also_unflatten=not as_view)
+        ops.compile_flatten(dtype, self.buffer.dtype, device)
         parts = self.buffer.split(numels)
         # With the parameters' strides if they leave no gaps.
         strides = [torch.empty_like(parameter, device="meta").stride() for parameter in parameters]
@@ -97,7 +102,7 @@ class Bucket:
         self._given = [view.detach() for view in self.views if as_view]
         self._addresses = [view.data_ptr() for view in self.views]
         self.owner_of = {at: name for at, name in zip(self._addresses, names, strict=True) if at}
-        self._expected = torch.strided, parameters[0].dtype, parameters[0].device
+        self._expected = torch.strided, dtype, device
         self._apart: set[int] = set()  # positions of gradients that are never views
         self._run_of: dict[tuple[int, int], _Run] = {}  # by the first and the last position
 
@@ -192,7 +197,8 @@ class Bucket:
         for position in copied:
             gradient = self.parameters[position].grad
             if gradient is None or gradient.is_inference():
-                gradient = self.parameters[position].grad = torch.empty_like(self.views[position])
+                gradient = torch.empty_like(self.views[position], dtype=self._expected[1])
+                self.parameters[position].grad = gradient
             elif gradient.requires_grad:
                 # With create_graph, the graph computes this rank's gradient, not the average.
                 gradient = gradient.detach()
@@ -260,6 +266,7 @@ class BucketCommunicator:
         self.params, self.names, self.sparse = params, names, sparse
         self._group, self.caps_bytes, self.as_view = group, caps_bytes, as_view
         self.hooked = Hooked(None, None)
+        self._sent_in: torch.dtype | None = None  # what buckets are rounded to
         self.divisor = group.size()
         self.buckets: list[Bucket] = []
         self._operations: list[Explaining] = []  # the averagings of the buckets
@@ -283,7 +290,7 @@ class BucketCommunicator:
         self.buckets = []
         for positions in assign_buckets(sizes, keys, self.caps_bytes):
             chosen = [indices[position] for position in positions]
-            self.buckets.append(Bucket(chosen, self.params, self.names, self.as_view))
+            self.buckets.append(Bucket(chosen, self.params, self.names, self.as_view, self._sent_in))
         self.bucket_of = {index: number for number, each in enumerate(self.buckets) for index in each.indices}
         self._name_operations()
         owner_of = {at: name for bucket in self.buckets for at, name in bucket.owner_of.items()}
@@ -296,12 +303,18 @@ class BucketCommunicator:
     def register(self, hooked: Hooked) -> None:
         """Average with hook(state, bucket). A state with number_parameters gets the parameters' names.
 
+        Kernels do what the 16-bit hooks do: they round while they flatten.
+
         Raises TypeError if the hook isn't callable, RuntimeError for a second one.
         """
         require_callable(hooked.state, hooked.hook)
         if self.hooked.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.hooked = hooked
+        for hook, dtype in ((fp16_compress_hook, torch.float16), (bf16_compress_hook, torch.bfloat16)):
+            if hooked.hook is hook and not self.as_view:
+                self._sent_in, self._group = dtype, resolve_group(hooked.name, hooked.state, "state")
+                self.build([index for bucket in self.buckets for index in bucket.indices])
         self._name_operations()
         hooked.tell("number_parameters", zip(self.names, self.params, strict=True))
 
@@ -318,14 +331,15 @@ class BucketCommunicator:
         Raises RuntimeError for a gradient that doesn't fit the bucket, and if the averaging can't start.
         """
         bucket, operation, (hook, state) = self.buckets[number], self._operations[number], self.hooked
-        # Without a hook the division comes first: the sum may overflow where the mean does not.
-        bucket.fill(1 / self.divisor if hook is None else 1.0)
-        if hook is None and not has_delay(bucket.buffer, self._group):
+        is_plain = hook is None or bucket.is_rounded
+        # The division comes first: the sum may overflow where the mean does not.
+        divisor = self.divisor if hook is None else self._group.size()
+        bucket.fill(1 / divisor if is_plain else 1.0)
+        if is_plain and not has_delay(bucket.buffer, self._group):
             # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
-            with operation:
-                return self._group.allreduce([bucket.buffer], SUM)
+            return start_all_reduce(bucket.buffer, self._group, operation)
         given: Any = GradBucket(number, bucket.buffer.detach(), bucket.parameters, is_last)
-        if hook is None:
+        if is_plain:
             return average_in_place(given, self._group, operation, divisor=1)
         with operation:
             future: Pending = hook(state, given)
@@ -343,7 +357,7 @@ class BucketCommunicator:
         """
         bucket, hook = self.buckets[number], self.hooked.hook
         with self._operations[number]:
-            if hook is None:
+            if hook is None or bucket.is_rounded:
                 pending.wait()  # averaged in place
             else:
                 buffer = as_real(bucket.buffer)

@@ -14,6 +14,7 @@ collectives in the same order.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -158,16 +159,14 @@ class Reducer:
 
         Raises RuntimeError if the last backward did not reach all parameters.
         """
-        if self._step is not None:
-            self.expect_finished()
+        self.expect_finished()
         if not self._syncing:
             return
         self.communicator.divisor = self.process_group.size() if divisor is None else divisor
         self._is_prepared = True
         if isinstance(self._usage, FindUnused):
             self._out_of_reach = self._hooks.out_of_reach(outputs)
-        if self._steps_in_backward.num_hooks != RemovableHandle.next_id:
-            self._steps_in_backward.look()
+        self._steps_in_backward.look()
         can_tell = call_when_backward_starts(outputs, self, Reducer._on_prepared_backward, self._out_of_reach)
         self._steps_in_backward.num_hooks = RemovableHandle.next_id  # the outputs' hooks are on no parameter
         # If backwards from these outputs can't be told from others, all until the next call count as theirs.
@@ -188,8 +187,12 @@ class Reducer:
             # At the end of the outermost backward, even if other backwards run within it.
             call_at_end_of_backward(self._finish, self._tasks)
 
-    def _on_gradient(self, index: int) -> None:
+    @staticmethod
+    @not_compiled
+    def _on_gradient(reducer: weakref.ref[Reducer], index: int, *_: Any) -> None:
         """Note that a parameter's gradient has been accumulated, or is known to be undefined."""
+        if (self := reducer()) is None:
+            return
         with self._lock:
             usage = self._usage
             if usage is not None and self._params[index].grad is not None:
@@ -215,8 +218,7 @@ class Reducer:
         unused: the parameters that this rank doesn't use; () for those that the backward won't reach.
         """
         require_no_capture("the Reducer can't average gradients", self._params[0].device)
-        if self._steps_in_backward.num_hooks != RemovableHandle.next_id:
-            self._steps_in_backward.look()
+        self._steps_in_backward.look()
         if self._usage is not None and not unused:
             unused = self._usage.unused_by_this_rank(self._out_of_reach)
             if not self._stays_prepared:
@@ -272,8 +274,7 @@ class Reducer:
         if not self._is_rebuilt:
             # Once: from now on buckets follow the order in which rank 0's gradients became ready.
             self._is_rebuilt = True
-            order = agree_on_order(list(step.ready), self._params[0].device, self.process_group)
-            self.communicator.build(order)
+            self.communicator.build(agree_on_order([*step.ready], self._params[0].device, self.process_group))
 
     def _forget_step(self) -> None:
         """End the step, complete or broken off: the next gradient begins another one."""

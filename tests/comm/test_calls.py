@@ -1,10 +1,12 @@
-"""Count the calls of Python that a bucket takes on its way to CUDA's streams, on a stub in another process.
+"""Count the calls of Python that a bucket, and a parameter of a Reducer, take on the way to CUDA, on a stub.
 
 A GPU waits for them: each takes about 1 µs on a host with cold caches. They are the same in every run.
 """
 
 import json
 import sys
+
+import torch
 
 from tests.programs import needs_stub_cuda, run_python
 
@@ -17,6 +19,10 @@ def test_a_bucket_takes_few_calls():
     done = run_python("-m", __name__)
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])
+    for few, many in (counted.pop("Reducer"), counted.pop("Reducer, fp16")):
+        # One of a parameter's calls is the model's own, and one is torch's for hooks of nodes.
+        assert 2 * 200 < len(many) - len(few) <= 6 * 200
+        assert many.count("Stage.__call__") == 2  # flatten and unflatten, whatever is on the wire
     assert counted.keys() == MOST.keys()
     for name, (first, *others) in counted.items():
         assert all(each == first for each in others), name
@@ -42,11 +48,28 @@ def main() -> None:
     ):
         for _ in range(60):  # the first 40 compressed steps look at the sizes of gradients
             hook(state, bucket).wait()
-        counted[hook.__name__] = [calls_in(hook, state, bucket) for _ in range(3)]
+        counted[hook.__name__] = [calls_in(lambda: hook(state, bucket).wait()) for _ in range(3)]  # noqa: B023
+    for name, hook in (("Reducer", None), ("Reducer, fp16", default_hooks.fp16_compress_hook)):
+        counted[name] = [calls_in(steps_of_reducer(num_params, hook)) for num_params in (100, 300)]
     json.dump(counted, sys.stdout)
 
 
-def calls_in(hook, state, bucket):
+def steps_of_reducer(num_params, hook):
+    """Return a backward of a model, averaged in one bucket by a Reducer in its steady state."""
+    from benchmarks.reducer import Model
+    from gradcomp import Reducer
+
+    model = Model([torch.zeros(8, 8) for _ in range(num_params)])
+    reducer = Reducer(model.parameters(), first_bucket_cap_mb=25)
+    if hook is not None:
+        reducer.register_comm_hook(None, hook)
+    for _ in range(3):
+        model().backward()
+    loss = model()
+    return lambda: (loss.backward(), reducer)  # it lives as long as this function
+
+
+def calls_in(function):
     names = []
 
     def note(frame, event, _):
@@ -54,7 +77,7 @@ def calls_in(hook, state, bucket):
             names.append(getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
 
     sys.setprofile(note)
-    hook(state, bucket).wait()
+    function()
     sys.setprofile(None)
     return names
 

@@ -135,7 +135,15 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         flatten.cast(torch.zeros(1, dtype=source), out=torch.zeros(1, dtype=result))
         yield f"{TYPE_NAMES[source]}->{TYPE_NAMES[result]}"
     tables = flatten.FlattenTables([(0, 0, 0, 1)], 1, torch.device("cpu"))
-    for tensor, flat in [(FP32, FP32), (FP32, BF16), (BF16, BF16), (FP64, FP64), (BF16, FP32), (FP16, FP32)]:
+    for tensor, flat in [
+        (FP32, FP32),
+        (FP32, BF16),
+        (FP32, FP16),
+        (BF16, BF16),
+        (FP64, FP64),
+        (BF16, FP32),
+        (FP16, FP32),
+    ]:
         tensors, buffer = [torch.zeros(1, dtype=tensor)], torch.zeros(1, dtype=flat)
         flatten.copy(tensors, tables, buffer)
         yield f"{TYPE_NAMES[tensor]}->{TYPE_NAMES[flat]}"

@@ -146,9 +146,9 @@ def test_pointers_are_sent_only_when_they_change(device):
 
 def test_threads_have_tables_of_their_own(device):
     layout = FlatLayout([(3,)])
-    own = ops._tables_of(layout, device, to_flat=True)
+    own = ops._tables_of(layout, device)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(ops._tables_of, layout, device, to_flat=True).result() is not own
+        assert pool.submit(ops._tables_of, layout, device).result() is not own
 
 
 def test_one_launch_whatever_the_number_of_tensors(monkeypatch, device):
