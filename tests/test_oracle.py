@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ import gradcomp.ops
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing.ranks import run_ranks
+from tests.hooks.powersgd_runs import SHAPES as MORE
 from tests.kept import directions_in, error_in
 from tests.oracle import (
     BatchedPowerSGDOracle,
@@ -22,7 +24,14 @@ from tests.oracle import (
     sixteen_bit_mean,
     split,
 )
-from tests.tolerances import ONE_STEP, ONE_STEP_SPAN, SIXTEEN_BIT_ROUNDINGS, UNIT_ROUNDOFF, average
+from tests.tolerances import (
+    ONE_STEP,
+    ONE_STEP_FP64,
+    ONE_STEP_SPAN,
+    SIXTEEN_BIT_ROUNDINGS,
+    UNIT_ROUNDOFF,
+    average,
+)
 
 EXACT = 1e-14  # float64, a few operations
 SHAPES = ((12, 10), (7,), (8, 3, 2, 2), (12, 10), (3, 2), (1, 20), ())
@@ -162,12 +171,13 @@ class Step:
     after: dict
 
 
-def steps_of(rank, group, hook, make_state, num_steps, dtype=torch.float32):
-    state, parameters, steps, after = make_state(group), [torch.empty(shape) for shape in SHAPES], [], {}
+def steps_of(rank, group, hook, make_state, num_steps, dtype=torch.float32, shapes=SHAPES):
+    parameters = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    state, steps, after = make_state(group), [], {}
     for step in range(num_steps):
-        gradients = tensors(SHAPES, 10 * step + rank, dtype)
+        gradients = tensors(shapes, 10 * step + rank, dtype)
         bucket = GradBucket(0, torch.cat([g.flatten() for g in gradients]), parameters, True)
-        averages = split(hook(state, bucket).wait(), SHAPES)
+        averages = split(hook(state, bucket).wait(), shapes)
         before, after = after, bucket_of(state) if hasattr(state, "state_dict") else {}
         steps.append(Step(gradients, averages, before, after))
     return steps
@@ -182,6 +192,7 @@ def arithmetic(request, monkeypatch):
     """Under Triton's interpreter kernels process CPU tensors, unless ops._INTERPRETED is patched."""
     if request.param == "plain torch":
         monkeypatch.setattr(gradcomp.ops, "_INTERPRETED", False)
+    return request.param
 
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -214,59 +225,77 @@ def test_allreduce_hook():
     assert relative(ranks[1][0].averages, expected) <= 3 * UNIT_ROUNDOFF[torch.float32]
 
 
+def errors_of(oracle, memory, shapes):
+    """Convert a hook's errors to the oracle's form."""
+    parts = split(memory["error"].double(), shapes)
+    return [oracle.square(parts)] if isinstance(oracle, BatchedPowerSGDOracle) else parts
+
+
 ORACLES = {
     powerSGD_hook.powerSGD_hook: PowerSGDOracle,
     powerSGD_hook.batched_powerSGD_hook: BatchedPowerSGDOracle,
 }
-WRAPPERS = {
-    torch.float32: lambda hook: hook,
-    torch.float16: default_hooks.fp16_compress_wrapper,
-    torch.bfloat16: default_hooks.bf16_compress_wrapper,
-}
-# (error feedback, warm start)
-SWITCHES = [(True, True), (False, True), (True, False)]
+POWERSGD = powerSGD_hook.powerSGD_hook
+FP32, FP64, FP16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+# By a wrapper's dtype, or the bucket's: the bounds of averages and errors, and of the directions' span.
+BOUNDS = {FP32: (ONE_STEP, ONE_STEP_SPAN), FP64: (ONE_STEP_FP64, 100 * ONE_STEP_FP64)}
+for half in (FP16, BF16):
+    BOUNDS[half] = SIXTEEN_BIT_ROUNDINGS * UNIT_ROUNDOFF[half], math.inf
+WRAPPERS = {FP16: default_hooks.fp16_compress_wrapper, BF16: default_hooks.bf16_compress_wrapper}
+OPTIONS = {"matrix_approximation_rank": 2, "use_error_feedback": True, "warm_start": True}
+COLD, WITHOUT_FEEDBACK = {"warm_start": False}, {"use_error_feedback": False}
+# The arithmetic, the hook, the wrapper's dtype, the bucket's dtype, the number of ranks, options. At a rate
+# of 0.5 even matrices smaller than their factors are compressed.
 CASES = [
-    *product(["plain torch"], ORACLES, WRAPPERS, SWITCHES),
-    *product(["kernels"], ORACLES, [torch.float32], SWITCHES[:1]),
+    *(("plain torch", *case, FP32, 2, {}) for case in product(ORACLES, [None, *WRAPPERS])),
+    *(("plain torch", *case) for case in product(ORACLES, [None], [FP32], [2], [COLD, WITHOUT_FEEDBACK])),
+    *(("kernels", hook, None, FP32, 2, {}) for hook in ORACLES),
+    *(
+        ("plain torch", POWERSGD, None, dtype, world_size, {"matrix_approximation_rank": rank})
+        for dtype, world_size, rank in (
+            *product([FP32], [1, 2, 3], [1, 2, 4, 8]),
+            *product([FP64], [2], [1, 2, 4, 8]),
+            *product([FP16, BF16], [2], [2]),
+        )
+    ),
+    ("plain torch", POWERSGD, None, FP32, 2, {"matrix_approximation_rank": 4, "min_compression_rate": 0.5}),
+    ("plain torch", POWERSGD, None, FP32, 2, {"min_compression_rate": 30}),
 ]
 
 
-def errors_of(oracle, memory):
-    """Convert a hook's errors to the oracle's form."""
-    parts = split(memory["error"].double(), SHAPES)
-    return [oracle.square(parts)] if isinstance(oracle, BatchedPowerSGDOracle) else parts
+@pytest.mark.parametrize(
+    ("arithmetic", "inner", "wrapper", "dtype", "world_size", "options"), CASES, indirect=["arithmetic"]
+)
+def test_powersgd_hooks(arithmetic, inner, wrapper, dtype, world_size, options):
+    """The oracle starts each step from the state that the hook's last step left.
 
-
-@pytest.mark.parametrize(("arithmetic", "inner", "dtype", "switches"), CASES, indirect=["arithmetic"])
-@pytest.mark.usefixtures("arithmetic")
-def test_powersgd_hooks(inner, dtype, switches):
-    """The oracle starts each step from the state that the hook's last step left."""
-    start, rank = 2, 2
-    feedback, warm = switches
-
-    def new_state(group):
-        # A span amplifies roundings, depending on the random directions: 0.3 to 1.1 bounds in 60 seeds.
-        options = {"use_error_feedback": feedback, "warm_start": warm, "random_seed": 1}
-        return powerSGD_hook.PowerSGDState(group, rank, start, **options)
-
-    ranks = run_ranks(steps_of, 2, WRAPPERS[dtype](inner), new_state, start + 3)
-    is_wrapped = dtype != torch.float32
-    bound = SIXTEEN_BIT_ROUNDINGS * UNIT_ROUNDOFF[dtype] if is_wrapped else ONE_STEP
-    span_bound = bound if is_wrapped else ONE_STEP_SPAN
+    Without error feedback no error is kept. Without warm start, directions are new in every step, and equal
+    on all ranks.
+    """
+    start, options, shapes = 2, OPTIONS | options, SHAPES if arithmetic == "kernels" else (*SHAPES, *MORE)
+    # A span amplifies roundings, depending on the random directions: 0.3 to 1.1 bounds in 60 seeds.
+    new_state = partial(powerSGD_hook.PowerSGDState, start_powerSGD_iter=start, random_seed=1, **options)
+    rank, feedback, warm, *rate = options.values()
+    hook = WRAPPERS[wrapper](inner) if wrapper else inner
+    ranks = run_ranks(steps_of, world_size, hook, new_state, start + 3, dtype, shapes)
+    bound, span_bound = BOUNDS[wrapper or dtype]
     for step in (start + 1, start + 2):
         before, after = of_ranks(ranks, step, "before"), of_ranks(ranks, step, "after")
-        oracle = ORACLES[inner](SHAPES, rank, error_feedback=feedback, warm_start=warm)
-        oracle.errors = [errors_of(oracle, memory) for memory in before]
-        gradients = rounded(of_ranks(ranks, step, "gradients"), dtype)
+        oracle = ORACLES[inner](shapes, rank, *rate, error_feedback=feedback, warm_start=warm)
+        oracle.errors = [errors_of(oracle, memory, shapes) for memory in before]
+        gradients = rounded(of_ranks(ranks, step, "gradients"), wrapper or dtype)
         expected = oracle.step(gradients, before[0]["directions"])
         for averages in of_ranks(ranks, step, "averages"):
+            assert averages[0].dtype == dtype
             assert relative(averages, expected) <= bound
         for memory, errors in zip(after, oracle.errors, strict=True):
             assert (
-                relative(errors_of(oracle, memory), errors) <= bound
+                relative(errors_of(oracle, memory, shapes), errors) <= bound
                 if feedback
                 else not memory["error"].any()
             )
-        if warm:
-            for mine, q in zip(after[0]["directions"], oracle.qs, strict=True):
-                assert relative([projector(mine)], [projector(q)]) <= span_bound
+        for mine, *others, last in zip(*(each["directions"] for each in [*after, before[0]]), strict=True):
+            assert warm or not torch.equal(mine, last)
+            assert warm or all(torch.equal(mine, other) for other in others)
+        for mine, q in zip(after[0]["directions"], oracle.qs or (), strict=warm):
+            assert relative([projector(mine)], [projector(q)]) <= span_bound

@@ -1,23 +1,13 @@
-"""Apply the PowerSGD oracle to flat buckets, and make buckets to call hooks on."""
+"""Buckets to call hooks on, their gradients, and which of their tensors PowerSGD compresses."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from gradcomp.comm.bucket import GradBucket
-from tests.oracle import PowerSGDOracle, split
-
-
-@dataclass
-class Step:
-    """A step's output [numel], every rank's error [numel], and the matrices' new Q [m, r]."""
-
-    output: torch.Tensor
-    errors: list[torch.Tensor]
-    qs: list[torch.Tensor]
+from tests.oracle import PowerSGDOracle
 
 
 def compressed(shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 2) -> list[int]:
@@ -37,30 +27,6 @@ def positions(shapes: Sequence[Sequence[int]], chosen: Sequence[int]) -> torch.T
     for i in chosen:
         mask[begin[i] : begin[i + 1]] = True
     return mask
-
-
-def powersgd_step(
-    shapes: Sequence[Sequence[int]],
-    gradients: Sequence[torch.Tensor],
-    errors: Sequence[torch.Tensor],
-    qs: Sequence[torch.Tensor],
-    order: Sequence[int],
-) -> Step:
-    """Take the oracle's step for the ranks' flat buckets.
-
-    gradients, errors: one [numel] per rank.
-    qs: a basis [m, r] for each tensor in order.
-    order: the compressed tensors' indices. All other tensors are averaged.
-    """
-    oracle = PowerSGDOracle(shapes)
-    oracle.compressed = list(order)
-    oracle.errors = [split(error.double(), shapes) for error in errors]
-    averages = oracle.step([split(gradient, shapes) for gradient in gradients], qs)
-    return Step(_flat(averages), [_flat(of_rank) for of_rank in oracle.errors], oracle.qs)
-
-
-def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 class Bucket(GradBucket):

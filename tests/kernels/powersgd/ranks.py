@@ -12,6 +12,7 @@ from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.powersgd.tile import SHRINK
 from gradcomp.kernels.powersgd.work import wire_stride
 from gradcomp.layout import PowerSGDLayout
+from tests.oracle import powersgd_average
 from tests.tolerances import POWERSGD_STAGE as STAGE
 from tests.tolerances import POWERSGD_STEP as STEP
 
@@ -136,13 +137,6 @@ def orthonormal(p: torch.Tensor, tolerance: float = 1e-13) -> torch.Tensor:
     return result
 
 
-def reference_step(sums: Sequence[torch.Tensor], q: torch.Tensor) -> torch.Tensor:
-    """Return algorithm 1's output (Vogels et al. 2019) for every rank's M and a common Q, in float64."""
-    mean = torch.stack(list(sums)).mean(0)
-    p = orthonormal(mean @ q)
-    return p @ (mean.T @ p).T
-
-
 def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
     """Return ‖result − expected‖ / ‖expected‖, Frobenius."""
     return float((result - expected).norm() / expected.norm())
@@ -165,7 +159,7 @@ def check_step(plans, grads, seed: int = 0) -> None:
     for i, output in enumerate(matrices_of(layout, grads[0])):
         of_ranks = [each[i] for each in sums]
         bound = STEP[dtype] * condition(sum(of_ranks) @ directions[i])
-        assert relative(output, reference_step(of_ranks, directions[i])) <= bound, layout.matrices[i]
+        assert relative(output, powersgd_average(of_ranks, directions[i])[0]) <= bound, layout.matrices[i]
         if feedback:
             for plan, total in zip(plans, of_ranks, strict=True):
                 assert relative(plan._matrix(i).double().cpu(), total) <= STAGE[dtype]

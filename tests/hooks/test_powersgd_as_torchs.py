@@ -1,0 +1,58 @@
+"""Compare a step of PowerSGD with torch's hook from an identical state; tests/test_oracle.py has oracles."""
+
+import pytest
+import torch
+
+from tests.hooks.powersgd_oracle import compressed, positions, relative
+from tests.hooks.powersgd_runs import SHAPES, simulate, step_of_both, steps_of_ours
+from tests.tolerances import EPSILON_STEP, ONE_STEP
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_one_step_as_torchs(rank, world_size):
+    """The step starts from torch's state after some steps, with and without torch's batching of matrices."""
+    for batched in (False, True):
+        options = {"matrix_approximation_rank": rank, "batch_tensors_with_same_shape": batched}
+        ranks = simulate(step_of_both, world_size, options, SHAPES, 3)
+        mask = positions(SHAPES, compressed(SHAPES, rank))
+        for _, (our_output, our_error, _), (their_output, _, their_error) in ranks:
+            assert relative(our_output, their_output) <= ONE_STEP
+            assert relative(our_error[mask], their_error[mask]) <= ONE_STEP
+            assert not our_error[~mask].any()
+            assert torch.equal(our_output, ranks[0][1][0])
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_one_step_with_epsilon_as_torchs(rank):
+    """For ranks 1 and 2 torch runs its Gram–Schmidt, the only method that takes an epsilon."""
+    options = {"matrix_approximation_rank": rank, "orthogonalization_epsilon": 1e-8}
+    for _, (ours, _, _), (theirs, _, _) in simulate(step_of_both, 2, options, SHAPES, 3):
+        assert relative(ours, theirs) <= EPSILON_STEP
+
+
+def test_min_compression_rate():
+    assert len(compressed(SHAPES, 4, 0.5)) > len(compressed(SHAPES, 4)) > len(compressed(SHAPES, 2, 30)) > 0
+
+
+def test_rank_above_the_matrix():
+    """With a rank above min(n, m), P Qᵀ is the mean itself, and there is no error."""
+    shapes = ((3, 40), (40, 3), (5, 5), (1, 9), (9, 1), (4,))
+    options = {"matrix_approximation_rank": 64, "min_compression_rate": 0.1}
+    assert len(compressed(shapes, 64, 0.1)) == 5
+    ranks = simulate(steps_of_ours, 2, "powerSGD", options, shapes, 3, torch.float32)
+    for step in range(3):
+        mean = torch.stack([results[step][0].double() for results in ranks]).mean(0)
+        for results in ranks:
+            _, _, output, (_, directions) = results[step]
+            assert relative(output, mean + owed_before(ranks, step)) <= ONE_STEP
+            assert [tuple(direction.shape) for direction in directions] == [
+                *((40, 3), (3, 3), (5, 5), (9, 1), (1, 1))
+            ]
+
+
+def owed_before(ranks, step):
+    """Return the ranks' mean error before a step. The output may hold it beside the mean gradient."""
+    if step == 0:
+        return torch.zeros(ranks[0][0][0].numel(), dtype=torch.float64)
+    return torch.stack([results[step][1][0].double() for results in ranks]).mean(0)
