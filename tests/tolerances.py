@@ -71,9 +71,6 @@ SIMPLE_STEPS = 1e-12
 SIXTEEN_BIT_ROUNDINGS = 4
 # A mean of errors, rounded to float32 once. Measured 3e-8; after one more step, ten times as much.
 MEAN_ERROR = 1e-6
-# The least distance that torch's errors of uncompressed tensors wander in 200 steps, in units of the
-# gradients' rms. One rank's noise minus the mean of two ranks' noise has rms 0.7. Measured 9.6.
-WANDERED = 5.0
 
 # Relative error (Frobenius) of one PowerSGD step from an identical state, times P's condition number. fp32:
 # sums of up to a thousand products in fp32 and one rounding each of M, P, Q and the output, measured 1e-7 to

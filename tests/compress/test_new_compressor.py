@@ -124,31 +124,6 @@ def test_errors_follow_their_parameters_into_other_buckets():
     assert (totals + errors).abs().max() < 1e-5
 
 
-def train(rank):
-    """Train on torch's DDP; return the first loss, the last loss, and the parameters."""
-    torch.manual_seed(0)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(12, 12), nn.Tanh())]
-    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.001)
-    state, data = new_state(density=0.2), torch.randn(64, 12, generator=torch.Generator().manual_seed(rank))
-    ddp.register_comm_hook(state, compress_hook)
-    optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.2), []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = (ddp(data) - data.roll(1, dims=1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    assert state.iter == 40
-    assert state.compression_stats()[0] > 2
-    return losses[0], losses[-1], torch.cat([p.detach().flatten() for p in ddp.parameters()])
-
-
-def test_it_trains(run_ranks):
-    (first, last, one), (_, _, other) = run_ranks(train, 2)
-    assert last < 0.95 * first
-    assert torch.equal(one, other)
-
-
 def other_options(rank):
     state = new_state(density=0.5 if rank else 0.25)
     compress_hook(state, Bucket(random_gradient(SHAPES, rank, 0), SHAPES)).wait()

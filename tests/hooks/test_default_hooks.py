@@ -2,11 +2,9 @@
 
 import copy
 import os
-from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
@@ -66,15 +64,12 @@ def backward(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.
     loss_of(model, rank, step, dtype).backward()
 
 
-def local_and_averaged(rank, hook_name, options, dtype=torch.float32, group_ranks=None):
+def local_and_averaged(rank, hook_name, options, dtype=torch.float32):
     """Return [(local gradients, DDP's gradients)] by step, and the buckets' indices in averaging order."""
     torch.manual_seed(0)
     unused = options.get("find_unused_parameters", False)
     local = Net(unused).to(device_of_rank(), dtype)
-    group = dist.new_group(group_ranks) if group_ranks else None
-    if group_ranks and rank not in group_ranks:
-        return [], []
-    model = DistributedDataParallel(copy.deepcopy(local), process_group=group, bucket_cap_mb=0.02, **options)
+    model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.02, **options)
     order = []
     hook = HOOKS[hook_name]
     if hook is not None:
@@ -83,7 +78,7 @@ def local_and_averaged(rank, hook_name, options, dtype=torch.float32, group_rank
             order.append(bucket.index())
             return hook(state, bucket)
 
-        model.register_comm_hook(group, recorded)
+        model.register_comm_hook(None, recorded)
     results = []
     for step in range(STEPS):
         local.zero_grad(set_to_none=True)
@@ -159,56 +154,10 @@ def test_noop_hook_keeps_each_ranks_own_gradients(run_ranks):
             assert torch.equal(local, result)
 
 
-def test_a_group_of_some_ranks(run_ranks):
-    cases = [(hook, {}, torch.float32, [0, 2]) for hook in ("allreduce", "fp16", "bf16")]
-    ranks = run_ranks(run_cases, 3, local_and_averaged, cases)
-    assert_all_average([ranks[0], ranks[2]], [case[:3] for case in cases])
-
-
 def test_hooks_run_the_triton_kernels_too(run_ranks):
     """Interpreted kernels, called from backward and communication threads, compute the same averages."""
     cases = [(hook, {}) for hook in ("allreduce", "fp16", "bf16 around fp16")]
     assert_all_average(run_ranks(run_cases, 2, local_and_averaged, cases, interpret=True), cases)
-
-
-def accumulate(rank, hook_name):
-    torch.manual_seed(0)
-    local = Net().to(device_of_rank())
-    model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.02)
-    model.register_comm_hook(None, HOOKS[hook_name])
-    results = []
-    for step in range(STEPS):
-        local.zero_grad()
-        model.zero_grad()
-        for micro in range(3):
-            backward(local, rank, 10 * step + micro)
-            with model.no_sync() if micro < 2 else nullcontext():
-                backward(model, rank, 10 * step + micro)
-        results.append((gradients_of(local), gradients_of(model)))
-    return results, []
-
-
-def test_no_sync_accumulates(run_ranks):
-    hooks = ("allreduce", "fp16", "bf16")
-    ranks = run_ranks(run_cases, 2, accumulate, [(hook,) for hook in hooks])
-    for hook, results in zip(hooks, zip(*ranks, strict=True), strict=True):
-        assert_averages(results, ROUNDED_TO[hook])
-
-
-def average_large_gradients(rank, hook_name):
-    """Average gradients of 40,000 and 80,000: the average, 60,000, fits float16, but not the sum."""
-    model = nn.Linear(3, 2, bias=False).to(device_of_rank())
-    model = DistributedDataParallel(model)
-    model.register_comm_hook(None, HOOKS[hook_name])
-    (model(torch.ones(1, 3, device=device_of_rank())) * 40_000.0 * (rank + 1)).sum().backward()
-    return gradients_of(model).tolist()
-
-
-def test_fp16_divides_before_it_rounds(run_ranks):
-    """torch's hook casts before it divides, so that 80,000 becomes infinite."""
-    for ours, theirs in run_ranks(run_cases, 2, average_large_gradients, [("fp16",), ("torch's fp16",)]):
-        assert ours == [60_000.0] * 6
-        assert theirs == [float("inf")] * 6
 
 
 def lose_the_peer(rank, hook_name):

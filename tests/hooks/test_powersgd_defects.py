@@ -10,14 +10,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.hooks import powerSGD_hook
-from tests.hooks.powersgd_oracle import compressed, random_gradient, relative
+from tests.hooks.powersgd_oracle import compressed, random_gradient
 from tests.hooks.powersgd_runs import FEW_SHAPES, MODULES, START, counted_sums, new_state, run_step
-from tests.kept import error_in
 from tests.programs import ROOT
 from tests.ranks import RankError
 from tests.reducer.models import run_cases
-from tests.tolerances import ONE_STEP, WANDERED, average
 
 MATRICES = compressed(FEW_SHAPES, 2)
 
@@ -57,35 +54,6 @@ def test_buckets_in_flight(run_ranks):
         run_ranks(train_mlp, 2, "torch", timeout_s=20)
 
 
-# The batched hook.
-
-
-def batched_steps(rank, name):
-    state = new_state(MODULES[name])
-    for step in range(START):
-        run_step(
-            MODULES[name], state, random_gradient(FEW_SHAPES, rank, step), FEW_SHAPES, "batched_powerSGD_hook"
-        )
-    gradient = random_gradient(FEW_SHAPES, rank, START)
-    if name == "torch":
-        with pytest.raises(AssertionError):
-            run_step(torch_powersgd, state, gradient, FEW_SHAPES, "batched_powerSGD_hook")
-        return None
-    output = run_step(powerSGD_hook, state, gradient, FEW_SHAPES, "batched_powerSGD_hook")
-    return gradient, output, error_in(state)
-
-
-def test_the_batched_hook(run_ranks):
-    """Torch's batched hook raises AssertionError in its first compressed step."""
-    assert run_ranks(batched_steps, 1, "torch") == [None]
-    ranks = run_ranks(batched_steps, 2, "gradcomp")
-    mean = torch.stack([gradient.double() for gradient, _, _ in ranks]).mean(0)
-    errors = torch.stack([error.double() for _, _, error in ranks]).mean(0)
-    assert torch.equal(ranks[0][1], ranks[1][1])
-    assert ranks[0][1].any()
-    assert relative(ranks[0][1].double() + errors, mean) <= ONE_STEP
-
-
 # Collectives.
 
 
@@ -119,34 +87,6 @@ def test_two_collectives_whatever_the_bucket(run_ranks):
     (counted,) = run_ranks(run_cases, 1, count_collectives, cases)
     assert [len(each) for each in counted] == [2] * len(cases)
     assert run_ranks(count_collectives, 1, "gradcomp", "powerSGD_hook", [(11,), (3, 3)], 4) == [[20]]
-
-
-# Error feedback for tensors that are not compressed.
-
-
-def errors_of_a_vector(rank, name):
-    """Return a vector's rms error after 100 steps, and its (gradient, output) in every step."""
-    module = MODULES[name]
-    state, shapes = new_state(module), [(500,), (64, 48)]
-    outputs = []
-    for step in range(START + 100):
-        gradient = random_gradient(shapes, rank, step)
-        outputs.append((gradient[:500].clone(), run_step(module, state, gradient, shapes)[:500].clone()))
-    error = state.error_dict[0] if name == "torch" else error_in(state)
-    return error[:500].square().mean().sqrt().item(), outputs
-
-
-def test_tensors_not_compressed_have_no_error(run_ranks):
-    """Torch remembers local − mean for such tensors, a random walk. gradcomp averages them in every step."""
-    for wandered, _ in run_ranks(errors_of_a_vector, 2, "torch"):
-        assert wandered > WANDERED
-    ranks = run_ranks(errors_of_a_vector, 2, "gradcomp")
-    for wandered, outputs in ranks:
-        assert wandered == 0
-        for step in range(START + 100):
-            locals_ = torch.stack([ours[step][0].double() for _, ours in ranks])
-            bound = average(torch.float32, 2, locals_.abs().amax(0))
-            assert ((outputs[step][1] - locals_.mean(0)).abs() <= bound).all()
 
 
 # Host synchronization.

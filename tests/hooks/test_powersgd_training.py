@@ -1,4 +1,4 @@
-"""Test training with PowerSGD on torch's DDP: replicas stay equal, losses fall, late layers learn."""
+"""Test training with PowerSGD on torch's DDP: replicas stay equal with many buckets in flight."""
 
 import hashlib
 
@@ -22,10 +22,10 @@ def digest(tensor):
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def train(rank, hook_name, options, state_options, steps, dtype=torch.float32, lr=0.1):
+def train(rank, hook_name, options, state_options, steps, dtype=torch.float32):
     """Train with the hook.
 
-    Returns ([(the gradients' digest, whether they are finite)] by step, the parameters' digest, the losses,
+    Returns ([(the gradients' digest, whether they are finite)] by step, the parameters' digest,
     the buckets' indices in averaging order).
     """
     torch.manual_seed(0)
@@ -40,7 +40,7 @@ def train(rank, hook_name, options, state_options, steps, dtype=torch.float32, l
 
     if hook is not None:
         model.register_comm_hook(state, recorded)
-    optimizer, digests = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5), []
+    optimizer, digests = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), []
 
     def note(step):
         gradients = gradients_of(model)
@@ -49,8 +49,8 @@ def train(rank, hook_name, options, state_options, steps, dtype=torch.float32, l
     def loss(model, step):
         return loss_of(model, rank, step % 4, dtype)
 
-    losses = train_on(model, loss, range(steps), optimizer=optimizer, before_update=note)
-    return digests, digest(parameters_of(model)), losses, order
+    train_on(model, loss, range(steps), optimizer=optimizer, before_update=note)
+    return digests, digest(parameters_of(model)), order
 
 
 def options_of(**options):
@@ -90,7 +90,7 @@ def test_replicas_stay_equal(run_ranks, world_size):
     cases = CASES[world_size]
     ranks = run_ranks(run_cases, world_size, train, cases, timeout_s=240)
     for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
-        for digests, parameters, _, order in results:
+        for digests, parameters, order in results:
             buckets = max(order) + 1
             assert buckets >= 5, "too few buckets to have several in flight"
             assert order[-buckets:] == list(range(buckets)), case
@@ -112,14 +112,3 @@ def compress_from_the_first_step(rank, options):
     buckets = [Bucket(random_gradient(shape, rank, step), shape) for step in range(3)]
     outputs = [powerSGD_hook.powerSGD_hook(state, bucket).wait() for bucket in buckets]
     return state.compression_stats()[0], outputs
-
-
-def test_training_reaches_about_the_loss_of_no_compression(run_ranks):
-    hooks = ("none", "fp16 around powerSGD", *everyday((), BOTH))
-    ranks = run_ranks(run_cases, 2, train, [(hook, {}, options_of(), 80) for hook in hooks])
-    for losses in ([losses for _, _, losses, _ in results] for results in ranks):
-        other, *with_compression = losses
-        assert other[-1] < 0.3 * other[0], "the training itself does not converge"
-        for mine in with_compression:
-            # The losses differ by less than a tenth of the training's progress.
-            assert abs(mine[-1] - other[-1]) < 0.1 * (other[0] - other[-1])

@@ -7,19 +7,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as to
 
 from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.hooks import default_hooks, quantization_hooks
+from gradcomp.hooks import quantization_hooks
 from gradcomp.hooks.quantization_hooks import (
     LARGEST_BLOCK,
     _largest_blocks,
-    quantization_hook,
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
 from gradcomp.testing import run_ranks as run_simulated_ranks
 from tests.depth import mixed
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
-from tests.hooks.test_quantization_hook import state_of
-from tests.ranks import of_all_ranks, simulate
+from tests.ranks import simulate
 from tests.training import Averaged, Layers, drawn, parameters_of, train
 
 SHAPES = [(120, 70), (17,), (8, 3, 5), (1,)]
@@ -70,20 +68,6 @@ def test_every_element_is_within_two_roundings_of_the_mean(name, world_size, dty
 def test_a_bucket_smaller_than_a_block_is_exact(name, shapes):
     (gradient, output), (other, _) = simulate(one_step, 2, name, torch.float32, shapes)
     assert torch.equal(output, (gradient + other) / 2)
-
-
-@pytest.mark.simulated_ranks(3)
-@EACH
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
-def test_what_is_not_finite_reaches_every_rank_and_is_forgotten(rank, name, value):
-    gradient = random_gradient(SHAPES, rank, 0)
-    if rank == 1:
-        gradient[4000] = value
-    bad = HOOKS[name](None, Bucket(gradient, SHAPES)).wait()
-    good = one_step(rank, name, torch.float32, SHAPES)[1]
-    assert bad[4000].isnan()
-    assert bad[0].isfinite()
-    assert good.isfinite().all()
 
 
 def train_with(rank, way, hook):
@@ -157,25 +141,6 @@ def buckets_of_one_parameter(rank, process_group, hook):
 def test_ranks_in_one_process_share_no_plan(name):
     for averages in run_simulated_ranks(buckets_of_one_parameter, 2, HOOKS[name]):
         assert averages == [[127 * 1.5] * 2, [127 * 11.5] * 2]
-
-
-@pytest.mark.simulated_ranks(2)
-@pytest.mark.parametrize("wrapper", ["fp16_compress_wrapper", "bf16_compress_wrapper"])
-def test_they_run_in_the_wrappers(rank, wrapper):
-    """The wrapper rounds before the hook's rounding, and once more after it."""
-    gradient = random_gradient(SHAPES, rank, 0)
-    results = []
-    for hook, state in [*((hook, None) for hook in HOOKS.values()), (quantization_hook, state_of(8))]:
-        wrapped = getattr(default_hooks, wrapper)(hook)
-        results.append(wrapped(state, Bucket(gradient.clone(), SHAPES)).wait())
-    ranks = of_all_ranks((gradient, results))
-    mean = torch.stack([gradient for gradient, _ in ranks]).double().mean(0)
-    eps = torch.finfo(torch.float16 if wrapper.startswith("fp16") else torch.bfloat16).eps
-    largest = max(gradient.abs().max() for gradient, _ in ranks)
-    for one, other in zip(*(results for _, results in ranks), strict=True):
-        assert one.dtype == torch.float32
-        assert torch.equal(one, other)
-        assert (one - mean).abs().max() <= largest * (1.01 / 127 + eps)
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000, 4097, 6_553_600, 1_000_003])
