@@ -15,31 +15,9 @@ class ErrorDropped(TopK):
         return torch.zeros_like(gradient)
 
 
-class ErrorTwice(TopK):
-    def total(self, gradient, error):
-        return gradient + 2 * error
-
-
 class ErrorTimes999(TopK):
     def total(self, gradient, error):
         return gradient + 0.999 * error
-
-
-class Int8WithoutErrors(Int8):
-    """The error is kept and never added."""
-
-    def total(self, gradient, error):
-        return gradient.clone()
-
-
-class Int8HalfTheError(Int8):
-    def total(self, gradient, error):
-        return gradient + error / 2
-
-
-class Int8ErrorSubtracted(Int8):
-    def total(self, gradient, error):
-        return gradient - error
 
 
 class Int8ErrorTimes999(Int8):
@@ -54,13 +32,6 @@ class Int8ErrorsIn16Bits(Int8):
 
     def sound(self, error):
         return super().sound(error).bfloat16()
-
-
-class Int8ErrorForgotten(Int8):
-    """The error is dropped in every fifth step."""
-
-    def total(self, gradient, error):
-        return super().total(gradient, torch.zeros_like(error) if self.step % 5 == 4 else error)
 
 
 class ErrorOfTheGradient(TopK):
@@ -110,12 +81,6 @@ class Hoarder(TopK):
 
 
 # Sums and ranks.
-
-
-class SumForMean(Quantizer):
-    def mean(self, tensor):
-        dist.all_reduce(tensor, group=self.process_group)
-        return tensor
 
 
 class OwnFirst(TopK):

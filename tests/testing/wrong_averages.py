@@ -83,12 +83,6 @@ class ViewsOfTheFirstStep(Average):
 # In some steps.
 
 
-class EveryTenthStepMissing(Average):
-    def average(self, bucket):
-        if self.step % 10 < 9:
-            super().average(bucket)
-
-
 class EveryTwentyFifthStepWithoutRank1(Average):
     def average(self, bucket):
         if self.step % 25 == 24 and self.process_group.rank() == 1:
@@ -127,11 +121,6 @@ class OnePercentTooLarge(Average):
     def average(self, bucket):
         super().average(bucket)
         bucket.buffer().mul_(1.01)
-
-
-class NotRescaled(UnbiasedRandomK):
-    def scale(self, numel, k):
-        return 1.0
 
 
 class RescaledTooLittle(OwnRandomK):
