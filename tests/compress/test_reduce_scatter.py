@@ -14,6 +14,7 @@ from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.layout import ShardLayout
 from gradcomp.testing import run_ranks
+from tests.depth import mixed
 from tests.kept import error_in
 from tests.reducer.models import on_device, run_cases
 from tests.tolerances import QUANTIZED_IDENTITY, UNIT_ROUNDOFF
@@ -71,10 +72,9 @@ FORMS = [(2, 1), (3, 1), (5, 1), (6, 2), (6, 3)]  # ranks, ranks per node
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), FORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_nothing_is_lost(plain_torch, world_size, ranks_per_node, dtype, bits):
+@pytest.mark.parametrize(("form", "dtype", "bits"), mixed(FORMS, DTYPES, [4, 8], together=2), ids=str)
+def test_nothing_is_lost(plain_torch, form, dtype, bits):
+    world_size, ranks_per_node = form
     options = {"bits": bits, "ranks_per_node": ranks_per_node}
     assert_nothing_is_lost(run_ranks(steps, world_size, dtype, 4, options), dtype)
 
@@ -128,25 +128,6 @@ def test_plain_steps_are_exact(plain_torch, world_size):
         expected = exact_sum(world_size, step, layout, torch.float32)
         assert (sums_of(ranks, step, layout) - expected).abs().max() <= 1e-5
     assert all(state_dict["iter"] == 2 for _, state_dict in ranks)
-
-
-def rescale(rank, group):
-    """Return the errors after a step, and rescaled."""
-    layout = ShardLayout(SHAPES, group.size())
-    state = QuantizationState(group, block_size=16)
-    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
-    buffer = in_rows(gradients(rank, 0, layout, torch.float32), layout)
-    bucket = ShardBucket(0, buffer, parameters, torch.empty(layout.row_numel))
-    state.average("compress_reduce_scatter", bucket).wait()
-    before = error_in(state)
-    state.rescale_errors(2.0)
-    return before, error_in(state)
-
-
-def test_rescaled_errors(plain_torch):
-    for before, rescaled in run_ranks(rescale, 2):
-        assert before.any()
-        assert torch.equal(2 * before, rescaled)
 
 
 def two_nodes_then_none(rank, group):

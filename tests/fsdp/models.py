@@ -10,20 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from gradcomp.compress import Compressor
-from tests.training import train
 
 RANKS = 4  # 2 replicas × 2 shards
 START = 2  # the first step in which given_gradients leaves some out
-
-
-def losses_of_training(model, rank):
-    """Train a sharded Net for 20 steps. Returns the losses."""
-
-    def loss_of(model, number):
-        x = batch_of(rank, number % 4)
-        return (model(x).float() - x.sum(dim=1, keepdim=True)).square().mean()
-
-    return train(model, loss_of, range(20), lr=0.02)
 
 
 class Exact(Compressor):

@@ -1,5 +1,7 @@
 """Test what training loops do with a sharded model besides: compile, clip, export, recover from errors."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -99,3 +101,21 @@ def test_undo_step_takes_back_a_backward_that_fails(run_ranks):
             names = one if isinstance(one, dict) else range(len(one))
             assert all(torch.equal(one[name], other[name]) for name in names)
         assert not all(map(torch.equal, whole[0], left[0]))
+
+
+def overflow(rank):
+    """Make one rank's gradient infinite in a step. Returns the norm then, and the next step's gradients."""
+    model, norms = sharded(new_grid(1, 2).shards), []
+    compress_reduce_scatter(model, QuantizationState(bits=4, block_size=16))
+    for number in range(3):
+        model.zero_grad()
+        x = batch_of(rank, number)
+        x[0, 0] = math.inf if number == 1 and rank == 1 else x[0, 0]
+        model(x).square().mean().backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    return [norm.full_tensor().item() for norm in norms]
+
+
+def test_a_step_that_overflows_is_seen_on_every_rank_and_forgotten(run_ranks):
+    for norms in run_ranks(overflow, 2):
+        assert [math.isfinite(norm) for norm in norms] == [True, False, True]

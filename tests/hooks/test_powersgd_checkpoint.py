@@ -2,7 +2,6 @@
 
 import copy
 import io
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +10,7 @@ import torch.distributed as dist
 from gradcomp.hooks import powerSGD_hook
 from tests.hooks.powersgd_oracle import Bucket
 from tests.hooks.powersgd_runs import START, Messages, equal, new_state, reload, run_steps
-from tests.programs import run_python
 from tests.ranks import simulate
-
-EXAMPLE = Path(__file__).with_name("documented_checkpoint.py")
 
 
 @pytest.mark.simulated_ranks(2)
@@ -122,9 +118,3 @@ def test_average_errors_of_nothing():
         powerSGD_hook.average_errors([one, {**one, "iter": 3}])
     with pytest.raises(TypeError, match=r"expected what state_dict\(\) gives, got PowerSGDState"):
         powerSGD_hook.average_errors([new_state(), new_state()])
-
-
-def test_the_documentations_example(tmp_path):
-    """torch.load, as torch's documentation uses it, refuses torch's own state."""
-    result = run_python(EXAMPLE, TMPDIR=str(tmp_path))
-    assert result.returncode == 0, result.stderr

@@ -170,20 +170,6 @@ def test_a_delayed_exchange_keeps_what_was_learned_meanwhile():
         assert near(after, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_training_with_codes():
-    def run(rank, group):
-        each = Run(rank, group, hook="int4", **OPTIONS["fragments and delay"])
-        losses = each.steps(0, 120)
-        each.local.join()
-        return losses, each.weights, each.state.compression_stats()[0]
-
-    results = run_ranks(run, 2)
-    for losses, weights, rate in results:
-        assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-        assert equal(weights, results[0][1])
-        assert rate > 3
-
-
 @pytest.mark.parametrize(("name", "hook"), mixed(list(OPTIONS), ["bf16", "int4", "PowerSGD"]))
 def test_a_resumed_run_has_equal_bits(name, hook):
     def reload(value):

@@ -14,13 +14,13 @@ from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.fsdp.models import RANKS, batch_of, new_grid, sharded, weights
+from tests.training import WAYS, Averaged, parameters_of
 
 SIZE, STEPS = 40, 10
 STATES = {
     "PowerSGD": (lambda: PowerSGDState(None, 4, 3, min_compression_rate=1), powerSGD_hook),
     "int4": (lambda: QuantizationState(bits=4, start_iter=3), quantization_hook),
 }
-WAYS = ("torch's DDP", "gradcomp's DDP", "Reducer", "average_")
 
 
 class Net(nn.Module):
@@ -40,45 +40,26 @@ class Net(nn.Module):
 def train(rank, name, way, is_recorded):
     """Train in one of WAYS; return the recorder's rows and the parameters at the end."""
     torch.manual_seed(0)
-    model, (make_state, hook) = Net(), STATES[name]
-    state, wrapped = make_state(), model
+    make_state, hook = STATES[name]
+    state = make_state()
     recorder = Recorder(state) if is_recorded else None
-    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.01}
-    no_sync = None
-    if way == "torch's DDP":
-        wrapped = nn.parallel.DistributedDataParallel(model, **options)
-    elif way == "gradcomp's DDP":
-        wrapped = gradcomp.DistributedDataParallel(model, **options)
-    elif way == "Reducer":
-        reducer = gradcomp.Reducer(model.parameters(), **options)
-        reducer.register_comm_hook(state, hook)
-        no_sync = reducer.no_sync
-    if wrapped is not model:
-        wrapped.register_comm_hook(state, hook)
-        no_sync = wrapped.no_sync
+    options = {} if way == "average_" else {"find_unused_parameters": True, "bucket_cap_mb": 0.01}
+    model, data = Averaged(Net(), way, hook, state, **options), torch.Generator().manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.Generator().manual_seed(rank)
     for step in range(STEPS):
         optimizer.zero_grad()
+        if way == "average_":  # which takes every gradient
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
         x = torch.randn(8, SIZE, generator=data)
-        if no_sync is not None and step % 3 == 0:
-            with no_sync():
-                wrapped(x, step).square().mean().backward()
-        loss = (wrapped(x, step) - x).square().mean()
-        if way == "Reducer":
-            reducer.prepare_for_backward([loss])
-        loss.backward()
-        if way == "average_":
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-            gradcomp.average_(gradients, hook, state, keys=list(range(len(gradients))))
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter.grad = gradient
+        if way != "average_" and step % 3 == 0:
+            with model.no_sync():
+                model(x, step).square().mean().backward()
+        model.backward((model(x, step) - x).square().mean())
         optimizer.step()
-    rows = []
     if recorder is not None:
         recorder.complete()
-        rows = recorder.rows()
-    return rows, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return recorder.rows() if recorder else [], parameters_of(model)
 
 
 def all_ways(rank, name):
