@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import gradcomp
-from gradcomp.comm.bucket import GradBucket, ShardBucket
+from gradcomp.comm.bucket import GradBucket
 from gradcomp.compress import Compressor, CompressorState, Recorder
 from gradcomp.fsdp import compress_reduce_scatter
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
@@ -193,36 +193,6 @@ def test_rescaled_errors_copies_and_what_cant_be_undone(plain_torch, kind):
         assert_same(after, twice)
         for was_kept, text in zip((True, True, False), refusals, strict=True):
             assert f"keep_undo is {was_kept}" in text
-
-
-def sum_shards(rank, group, refuses):
-    """Return this rank's shards of FSDP2's reduce-scatter by hand, and what the state keeps."""
-    state, shards = QuantizationState(group, 4, 16), []
-    state.keep_undo = True
-    parameters = [nn.Parameter(torch.empty(7, 12, device="meta"))]
-
-    def step(number, scale=1.0):
-        generator = torch.Generator().manual_seed(100 * number + rank)
-        buffer, shard = scale * torch.randn(8 * 12, generator=generator), torch.empty(48)
-        buffer[7 * 12 :] = 0.0  # padding
-        state.average("compress_reduce_scatter", ShardBucket(0, buffer, parameters, shard)).wait()
-        state.end_step()
-        shards.append(shard)
-
-    for number in range(5):
-        if refuses and number % 2:
-            step(number + 500, 10.0)
-            shards.pop()
-            state.undo_step()
-        step(number)
-    return shards, kept_in(state)
-
-
-def test_sums_of_shards(plain_torch):
-    ranks = zip(run_simulated(sum_shards, 2, True), run_simulated(sum_shards, 2, False), strict=True)
-    for (shards, kept), (expected_shards, expected) in ranks:
-        assert all(map(torch.equal, shards, expected_shards))
-        assert_same(kept, expected, rtol=0, atol=0)
 
 
 def record(rank, group):

@@ -52,20 +52,3 @@ def test_outputs_and_the_error_are_the_gradients_sum(rank, chunk_numel, monkeypa
     gradients = torch.randn(5, plan.layout.numel, dtype=torch.float64)
     outputs = sum(run_step(plan, gradient, seed) for seed, gradient in enumerate(gradients))
     torch.testing.assert_close(outputs + plan.error(), gradients.sum(0), rtol=1e-12, atol=1e-12)
-
-
-def test_what_is_put_into_the_error_comes_out_of_it():
-    """Between steps the memory may hold M; loading, and adding to the error, first turn M into the error."""
-    plan, other = plan_of(torch.float64, 2, square=False), plan_of(torch.float64, 2, square=False)
-    run_step(plan, torch.randn(plan.layout.numel, dtype=torch.float64), 0)
-    before = plan.error()
-    run_step(other, torch.randn(plan.layout.numel, dtype=torch.float64), 0)
-    other.load(before, plan.directions())
-    assert torch.equal(other.error(), before)
-    added = torch.ones(24 * 16, dtype=torch.float64)
-    run_step(plan, torch.zeros(plan.layout.numel, dtype=torch.float64), 1)
-    run_step(other, torch.zeros(plan.layout.numel, dtype=torch.float64), 1)
-    other.add_to_error(24 * 16, added)
-    difference = other.error() - plan.error()
-    assert torch.equal(difference.nonzero().flatten(), torch.arange(24 * 16, 2 * 24 * 16))
-    torch.testing.assert_close(difference[24 * 16 : 2 * 24 * 16], added)

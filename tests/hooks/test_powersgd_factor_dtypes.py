@@ -133,41 +133,6 @@ def test_min_compression_rate_counts_bytes():
     assert run_ranks(compressed_numel, 1, torch.int8)[0] > 100
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_is_lost_between_a_quantized_start_and_powersgd(bits, dtype):
-    """Outputs and errors add up to the gradients, also where PowerSGD sends a tensor exactly."""
-    shapes = ((64, 48), (9,), (12, 12))
-    num_steps = START + 1
-    totals = run_ranks(through_the_start, 2, bits, shapes, dtype, num_steps)
-    gradients = sum(
-        random_gradient(shapes, rank, step, dtype).double() for rank in range(2) for step in range(num_steps)
-    )
-    outputs = totals[0][0]
-    errors = sum(error.double() for _, error in totals)
-    bound = 1e-6 if dtype == torch.float32 else 2e-2
-    assert relative(outputs + errors / 2, gradients / 2) <= bound
-    small = slice(64 * 48 + 9, None)
-    assert relative((outputs + errors / 2)[small], (gradients / 2)[small]) <= bound
-    assert not errors[small].any()
-
-
-def through_the_start(rank, group, bits, shapes, dtype, num_steps):
-    state = PowerSGDState(group, 8, START, min_compression_rate=2, start_bits=bits)
-    total = torch.zeros(())
-    for step in range(num_steps):
-        bucket = Bucket(random_gradient(shapes, rank, step, dtype), shapes)
-        bucket.parameters = partial(_kept, state, bucket.parameters())
-        total = total + powerSGD_hook(state, bucket).wait().double()
-    return total, error_in(state)
-
-
-def _kept(state, parameters):
-    """Return the parameters of the state's first bucket, so that all buckets belong to one model."""
-    state.__dict__.setdefault("models_parameters", parameters)
-    return state.models_parameters
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
