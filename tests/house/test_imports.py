@@ -81,16 +81,6 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def test_every_depth_is_looked_at():
-    assert set(SOURCES) >= {
-        "gradcomp.__init__",
-        "gradcomp.ops",
-        "gradcomp.hooks.__init__",
-        "gradcomp.kernels.flatten",
-        "gradcomp.testing.ranks.simulation",
-    }
-
-
 def test_the_arrows_are_the_imports():
     """A wrong import fails, and so does an arrow that no import needs, or a package without any arrow."""
     assert [each for module, source in SOURCES.items() for each in violations(module, source)] == []
@@ -124,16 +114,6 @@ def test_a_wrong_import_is_found():
         assert violations(f"gradcomp.{module}", source) == [message]
     for_types_only = "if TYPE_CHECKING:\n    from .layout import FlatLayout"
     assert violations("gradcomp.ops", for_types_only) == []
-
-
-def test_every_package_is_bound_by_its_arrows():
-    """For each package, an import of each package that its arrows don't point to is found."""
-    for package in PACKAGES:
-        for target in PACKAGES - ARROWS.get(package, set()) - {package, "__init__"}:
-            source = f"from gradcomp.{target} import name"
-            assert violations(f"gradcomp.{package}.module", source) == [
-                f"{package} imports gradcomp.{target}.name"
-            ]
 
 
 def test_an_intrusion_is_found():

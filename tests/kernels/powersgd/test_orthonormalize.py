@@ -105,20 +105,14 @@ def test_zero_and_dependent_columns_become_zeros(rank, device):
         panel[:, 2] = 0
         panel[:, rank - 2] = panel[:, 0] + panel[:, 1]
         dead |= {2, rank - 2}
+    if rank >= 8:
+        panel[:, 4] = panel[:, 0]
+        dead.add(4)
     q, zeros = orthonormalized([panel, torch.zeros_like(panel)])
     assert {j for j in range(rank) if not q[:, j].any()} == dead
     alive = [j for j in range(rank) if j not in dead]
     assert deviation(q[:, alive]) <= ORTHONORMAL[torch.float32]
     assert not zeros.any()
-
-
-@pytest.mark.parametrize("rank", [4, 16])
-def test_duplicate_columns_become_zeros(rank, device):
-    panel = torch.randn(70, rank, generator=torch.Generator().manual_seed(1)).to(device)
-    panel[:, rank // 2 :] = panel[:, : rank // 2]
-    (q,) = orthonormalized([panel])
-    check(panel[:, : rank // 2], q[:, : rank // 2])
-    assert not q[:, rank // 2 :].any()
 
 
 @pytest.mark.parametrize("rank", [4])
@@ -160,16 +154,6 @@ def test_chunks(rank, device):
     assert first.tolist() == [[-1.0]]
     for panel, q in zip(panels, others, strict=True):
         check(panel, q)
-
-
-@pytest.mark.parametrize("rank", [4, 16])
-def test_chunks_make_no_difference_but_rounding(rank, device, monkeypatch):
-    """Every program of a matrix takes the same decisions, and computes its own rows."""
-    panel = with_condition(200, rank, 1e2).to(device, torch.float32)
-    (whole,) = orthonormalized([panel])
-    monkeypatch.setattr(powersgd_work, "CHUNK_NUMEL", 64)
-    (split,) = orthonormalized([panel])
-    torch.testing.assert_close(split, whole, rtol=0, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy, in the interpreter

@@ -70,15 +70,15 @@ def test_plans_under_way_together_have_scratches_of_their_own(device):
     """Each gets its own again in the next step, and the bits are those of plans one after another."""
     results, before = [], []
     for together in (False, True):
-        plans = [plan_of(SMALL, FP32, device, shares_scratch=True) for _ in range(3)]
-        for seed in range(3):
+        plans = [plan_of(SMALL, FP32, device, shares_scratch=True) for _ in range(2)]
+        for seed in range(2):
             grads = [random_grads(plan.layout, FP32, device, seed)[0] for plan in plans]
             if together:
                 for stage, *arguments in (("project", 1.0), ("back_project", 1.0), ("reconstruct", 0)):
                     for plan, grad in zip(plans, grads, strict=True):
                         getattr(plan, stage)(grad, *arguments)
                 scratches = [plan._scratch for plan in plans]
-                assert len(set(scratches)) == 3
+                assert len(set(scratches)) == 2
                 assert scratches == before or not seed
                 before = scratches
             else:

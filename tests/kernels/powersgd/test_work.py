@@ -3,6 +3,7 @@
 import functools
 import math
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -67,23 +68,18 @@ def check_every_tile_is_worked_on_once(work: PowerSGDWork):
         assert Counter(walked) == dict.fromkeys(tiles, 1)
 
 
-@pytest.mark.parametrize("rank", [1, 3, 8, 16, 32, 100])
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
-@pytest.mark.parametrize("num_programs", [3, 500])
-def test_every_tile_is_worked_on_once(rank, itemsize, num_programs, monkeypatch):
-    monkeypatch.setattr(
-        powersgd_work, "NUM_PROGRAMS", dict.fromkeys(powersgd_work.NUM_PROGRAMS, num_programs)
-    )
-    check_every_tile_is_worked_on_once(work_of(rank, itemsize))
-
-
 @settings(max_examples=everyday(50, 1000))
 @given(
-    st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=3),
-    st.sampled_from([1, 8, 32]),
+    st.just(SHAPES) | st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=3),
+    st.sampled_from([1, 3, 8, 16, 32, 100]),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([3, 500]),
 )
-def test_every_tile_of_any_matrices_is_worked_on_once(shapes, rank):
-    check_every_tile_is_worked_on_once(PowerSGDWork(PowerSGDLayout(shapes, rank, 0), 4, 4))
+def test_every_tile_of_any_matrices_is_worked_on_once(shapes, rank, itemsize, num_programs):
+    programs = dict.fromkeys(powersgd_work.NUM_PROGRAMS, num_programs)
+    with mock.patch.object(powersgd_work, "NUM_PROGRAMS", programs):
+        work = PowerSGDWork(PowerSGDLayout(shapes, rank, 0), itemsize, itemsize)
+    check_every_tile_is_worked_on_once(work)
 
 
 def resident_programs(kernel: str, rank: int) -> int:
