@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.comm.bucket import GradBucket, _wires, take_wire
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradcomp.hooks.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 from gradcomp.testing import run_ranks as run_simulated_ranks
 from tests.ranks import of_all_ranks
 
@@ -25,20 +26,24 @@ HOOKS = [
     default_hooks.fp16_compress_wrapper(wrapped),
     default_hooks.bf16_compress_wrapper(wrapped),
 ]
+OF_CODES = [quantization_pertensor_hook, quantization_perchannel_hook]
 
 
 def two_buckets_of_one_parameter(rank, process_group, hook):
-    """Start the averaging of both buckets before waiting for either."""
-    parameter = nn.Parameter(torch.zeros(8))
-    buckets = [GradBucket(0, torch.full((8,), 1.0 + rank + 10 * i), [parameter], True) for i in range(2)]
+    """Start the averaging of both buckets before waiting for either. Codes of these values are exact."""
+    parameter = nn.Parameter(torch.zeros(4096))
+    buckets = [
+        GradBucket(0, torch.full((4096,), 127.0 * (1 + i) * rank), [parameter], True) for i in range(2)
+    ]
     futures = [hook(process_group, bucket) for bucket in buckets]
-    return [future.wait().tolist() for future in futures]
+    return [future.wait().unique().tolist() for future in futures]
 
 
-@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__qualname__)
-def test_a_hook_called_again_before_anyone_waits_has_another_wire(hook):
+@pytest.mark.parametrize("hook", [*HOOKS, *OF_CODES], ids=lambda hook: hook.__qualname__)
+def test_a_hook_called_again_before_anyone_waits_has_another_wire_or_plan(hook):
+    """Ranks in one process share neither."""
     for averages in run_simulated_ranks(two_buckets_of_one_parameter, 2, hook):
-        assert averages == [[1.5] * 8, [11.5] * 8]
+        assert averages == [[63.5], [127.0]]
 
 
 @pytest.mark.ranks(2)

@@ -2,7 +2,7 @@
 
 import io
 import os
-from contextlib import nullcontext, redirect_stderr
+from contextlib import redirect_stderr
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import gradcomp
 from gradcomp import testing
 from gradcomp.comm.nodes import nodes_of
 from gradcomp.comm.pipeline import run_through
@@ -123,26 +122,6 @@ def test_errors_go_on_with_other_nodes(bits, before, after):
         resumed = testing.run_ranks(continued, after[0], bits, after[1], saved)
         inputs, after_errors = means(resumed)
         assert relative(resumed[0][1] + after_errors, inputs + errors) < 1e-6
-
-
-def broken_off(rank, group, bits, ranks_per_node, dtype):
-    whole, first = (state_of(bits, ranks_per_node) for _ in range(2))
-    expected = [take_step(whole, rank, step, dtype)[1] for step in range(6)]
-    for step in range(3):
-        take_step(first, rank, step, dtype)
-    second = state_of(bits, ranks_per_node)
-    second.load_state_dict(reload(first.state_dict()))
-    assert torch.equal(error_in(second), error_in(first))
-    return expected[3:], [take_step(second, rank, step, dtype)[1] for step in range(3, 6)]
-
-
-@pytest.mark.parametrize(
-    ("bits", "nodes", "dtype"), mixed([4, 8], NODES[:4], [torch.float32, torch.float64]), ids=str
-)
-def test_a_resumed_run_has_the_same_bits(bits, nodes, dtype):
-    world_size, ranks_per_node = nodes
-    for expected, resumed in testing.run_ranks(broken_off, world_size, bits, ranks_per_node, dtype):
-        assert all(torch.equal(one, other) for one, other in zip(expected, resumed, strict=True))
 
 
 # Properties of errors, replicas and states: what nodes change. The others are checked deep.
@@ -471,34 +450,3 @@ def test_the_log_line_says_so(run_ranks):
     on_rank_0, *others = run_ranks(announced, 4)
     assert "per step and node, between 2 nodes of 2 ranks" in on_rank_0
     assert others == [""] * 3
-
-
-def averages(rank, with_reducer, ranks_per_node):
-    """Take four steps of two backwards each; return their gradients, averaged by a Reducer or average_."""
-    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 8))
-    state = state_of(4, ranks_per_node)
-    if with_reducer:
-        reducer = gradcomp.Reducer(model.parameters())
-        reducer.register_comm_hook(state, quantization_hook)
-    found, weights = [], list(model.parameters())
-    for step in range(4):
-        model.zero_grad()
-        first, second = torch.randn(2, 6, 20, generator=torch.Generator().manual_seed(10 * rank + step))
-        with reducer.no_sync() if with_reducer else nullcontext():
-            model(first).square().mean().backward()
-        model(second).square().mean().backward()
-        if not with_reducer:
-            # In the order of the Reducer's bucket: blocks and their owners are the same.
-            gradcomp.average_([weight.grad for weight in weights[::-1]], quantization_hook, state)
-        found.append(torch.cat([weight.grad.flatten() for weight in weights]))
-    assert state._place.nodes == "2 nodes of 2 ranks"
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("ranks_per_node", [2, "auto"])
-def test_the_reducer_averages_as_average_(run_ranks, ranks_per_node):
-    by_reducer = run_ranks(averages, 4, True, ranks_per_node)
-    for found in by_reducer + run_ranks(averages, 4, False, ranks_per_node):
-        assert torch.equal(found, by_reducer[0])

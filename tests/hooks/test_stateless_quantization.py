@@ -127,22 +127,6 @@ def test_a_plan_is_made_once_and_again_for_another_dtype(group_of_one, monkeypat
     assert made == [torch.float32, torch.float64]
 
 
-def buckets_of_one_parameter(rank, process_group, hook):
-    """Start the averaging of both buckets before waiting for either."""
-    parameter = nn.Parameter(torch.zeros(4096))
-    buckets = [
-        GradBucket(0, torch.full((4096,), 127.0 * (1 + rank + 10 * i)), [parameter], True) for i in range(2)
-    ]
-    futures = [hook(process_group, bucket) for bucket in buckets]
-    return [future.wait()[:2].tolist() for future in futures]
-
-
-@EACH
-def test_ranks_in_one_process_share_no_plan(name):
-    for averages in run_simulated_ranks(buckets_of_one_parameter, 2, HOOKS[name]):
-        assert averages == [[127 * 1.5] * 2, [127 * 11.5] * 2]
-
-
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, 1000, 4097, 6_553_600, 1_000_003])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 100])
 def test_pertensor_blocks_are_long_and_leave_little_padding(numel, world_size):
