@@ -67,32 +67,6 @@ def test_the_documented_check(monkeypatch):
         assert report.verdicts[name].outcome == "holds", name
 
 
-def runs(rank, kind):
-    """Return (last outputs, statistics) of a whole run, and of a run saved and resumed after step 5."""
-    results = []
-    for is_resumed in (False, True):
-        state = new_state()
-        outputs = []
-        for step in range(8):
-            if is_resumed and step == 5:
-                saved = reload(state.state_dict())
-                state = new_state(density=0.5)
-                state.load_state_dict(saved)
-                assert state.options.density == 0.25
-                assert equal(state.state_dict(), saved)
-            bucket = Bucket(random_gradient(SHAPES, rank, step), SHAPES)
-            outputs.append(compress_hook(state, bucket).wait())
-        results.append((outputs[5:], state.compression_stats()))
-    return results
-
-
-def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one():
-    for whole, resumed in simulate(runs, 2, None):
-        assert equal(whole, resumed)
-        (_, before, after) = whole[1]
-        assert (before, after) == (6 * 66, 6 * 2 * 17)
-
-
 def rearranged(rank):
     """Return Σ (output − gradient), and the error left at the end.
 

@@ -27,6 +27,7 @@ from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
 from tests.kept import error_in
 from tests.tolerances import QUANTIZED_IDENTITY
+from tests.training import Averaged, drawn, parameters_of, train
 
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2), (7, 9)]
 # Blocks have 16 elements, so that pieces and shards cut blocks, and the last blocks are padded.
@@ -256,31 +257,25 @@ def test_a_layer_that_some_ranks_skip(kind, users):
     assert not torch.equal(afters[:, second], befores[:, second])
 
 
-def trained(rank, hook):
+TRAINED = {
+    "none": (lambda: None, None),
+    "int4": (lambda: state_of(4, 2), quantization_hook),
+    "int8 factors": (lambda: powersgd_state(None), powerSGD_hook),
+    "factors": (lambda: PowerSGDState(None, 2, 2, 1, ranks_per_node=2), powerSGD_hook),
+}
+
+
+def trained(rank, name):
     """Return the loss before and after training with torch's DDP, and the parameters. In a process."""
     powersgd.LEAST_HIERARCHICAL_BYTES = 0
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 1))
-    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
-    if hook == "int4":
-        ddp.register_comm_hook(state_of(4, 2), quantization_hook)
-    elif hook == "int8 factors":
-        state = PowerSGDState(None, 2, 2, 1, factor_dtype=torch.int8, start_bits=8, ranks_per_node=2)
-        ddp.register_comm_hook(state, powerSGD_hook)
-    elif hook != "none":
-        state = PowerSGDState(None, 2, 2, 1, ranks_per_node=2)
-        ddp.register_comm_hook(state, powerSGD_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    x = torch.randn(32, 20, generator=torch.Generator().manual_seed(rank))
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = (ddp(x) - x[:, :4].sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    del ddp
-    return losses[0], losses[-1], torch.cat([each.detach().flatten() for each in model.parameters()])
+    make_state, hook = TRAINED[name]
+    layers = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 1))
+    model, x = Averaged(layers, "torch", hook, make_state(), bucket_cap_mb=0.001), drawn(32, 20, rank=rank)
+    losses = train(
+        model, lambda m, _: (m(x) - x[:, :4].sum(1, keepdim=True)).square().mean(), range(20), 0.05
+    )
+    return losses[0], losses[-1], parameters_of(model)
 
 
 @pytest.mark.parametrize("interpret", everyday([False], [False, True]), ids=str)

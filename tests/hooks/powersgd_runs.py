@@ -3,14 +3,10 @@
 import io
 import logging
 import math
-from contextlib import contextmanager
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from gradcomp.comm import exchange
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
 from tests.kept import directions_in, error_in
@@ -163,21 +159,3 @@ def step_of_both(rank, options, shapes, steps_before):
         (our_output, error_in(ours), directions_in(ours)),
         (their_output, their_error, theirs.error_dict.get(0)),
     )
-
-
-@contextmanager
-def counted_sums():
-    """Count sums over the ranks without a delay: yield the number of elements of each."""
-    counted = []
-
-    def noting(function, numel_of):
-        return lambda *arguments: (counted.append(numel_of(*arguments)), function(*arguments))[1]
-
-    of_group, of_one = dist.ProcessGroup.allreduce, exchange._in_one_exchange
-    all_reduce = noting(of_group, lambda group, tensors, *_: tensors[0].numel())
-    in_one = noting(of_one, lambda wire, *_: wire.numel())
-    with (
-        mock.patch.object(dist.ProcessGroup, "allreduce", all_reduce),
-        mock.patch.object(exchange, "_in_one_exchange", in_one),
-    ):
-        yield counted

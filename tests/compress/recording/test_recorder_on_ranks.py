@@ -15,6 +15,7 @@ from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.fsdp.models import RANKS, batch_of, new_grid, sharded, weights
 from tests.training import WAYS, Averaged, parameters_of
+from tests.training import train as train_on
 
 SIZE, STEPS = 40, 10
 STATES = {
@@ -93,12 +94,7 @@ def sharded_replicas(rank):
         model = sharded(grid.shards)
         compress_replicas(model, grid.replicas, state)
         recorder = Recorder(state) if is_recorded else None
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        for number in range(6):
-            x = batch_of(rank, number)
-            optimizer.zero_grad()
-            (model(x) - x.sum(dim=1, keepdim=True)).square().mean().backward()
-            optimizer.step()
+        train_on(model, lambda each, number: each(batch_of(rank, number)).square().mean(), range(6), lr=0.02)
         if recorder is not None:
             recorder.complete()
         results.append((recorder.rows() if recorder else [], weights(model)))

@@ -352,18 +352,6 @@ def test_one_exchange(bits, dtype, num_senders, feedback, device):
             before[rank] = other.error.clone()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_sums_of_16_bits_are_in_fp32(dtype, device):
-    """Three equal numbers' sum isn't rounded twice."""
-    layout = BlockLayout([(5,)] * 3, 16, 3)
-    options = {"bits": 8, "error_feedback": False, "uncompressed_dtype": dtype}
-    options |= {"of_row": BlockLayout([(5,)], 16, 1), "divisor": 1}
-    plans = plans_of(layout, torch.float32, device, **options)
-    grads = [torch.full((15,), 1 + 2.0**-7, device=device) for _ in plans]
-    for output in sums_of(plans, grads, [None] * 3, torch.float32)[0]:
-        assert torch.equal(output.cpu(), torch.full((5,), 3 + 3 * 2.0**-7))
-
-
 def test_it_is_chosen_where_kernels_run(monkeypatch):
     monkeypatch.setattr(ops, "_INTERPRETED", False)
     arguments = BlockLayout([(16, 16)], 16, 1), torch.float32
