@@ -84,12 +84,7 @@ def between_replicas(rank):
     model = sharded(grid.shards)
     assert isinstance(model, FSDPModule)
     compress_replicas(model, grid.replicas, state)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for step in range(STEPS):
-        x = batch_of(rank, step % 4)
-        (model(x) - x.sum(dim=1, keepdim=True)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, lambda each, step: each(batch_of(rank, step % 4)).square().mean(), range(STEPS), lr=0.02)
     return weights(model), state.choice, state.table
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from gradcomp.hooks import powerSGD_hook
 from tests.hooks.powersgd_oracle import Bucket
 from tests.hooks.powersgd_runs import START, Messages, equal, new_state, reload, run_steps
-from tests.ranks import simulate
 
 
 @pytest.mark.simulated_ranks(2)
@@ -28,20 +27,6 @@ def test_a_loaded_state_continues_bitwise_after_gradients_of_low_rank(rank):
     assert equal(original, loaded)
 
 
-def save_with_numbers_of_numpys(rank, given):
-    state = new_state(**given)
-    run_steps(state, rank, range(START + 1))
-    with Messages():
-        return reload({"state": state})["state"]
-
-
-def test_a_state_made_with_numbers_of_numpys_loads():
-    numpy = pytest.importorskip("numpy")
-    given = {"matrix_approximation_rank": numpy.int64(3), "min_compression_rate": numpy.float64(1.5)}
-    (state,) = simulate(save_with_numbers_of_numpys, 1, given | {"random_seed": numpy.int64(7)})
-    assert (state.matrix_approximation_rank, state.min_compression_rate, state.random_seed) == (3, 1.5, 7)
-
-
 @pytest.mark.simulated_ranks(1)
 def test_a_state_dict_is_not_changed_by_later_steps(rank):
     state = new_state()
@@ -54,23 +39,6 @@ def test_a_state_dict_is_not_changed_by_later_steps(rank):
     run_steps(state, rank, [50, 51])
     run_steps(other, rank, [60, 61])
     assert (equal(saved, kept), equal(unused, kept)) == (True, True)
-
-
-def test_constructor_arguments_are_saved():
-    options = {
-        "matrix_approximation_rank": 3,
-        "start_powerSGD_iter": 17,
-        "min_compression_rate": 1.5,
-        "use_error_feedback": False,
-        "warm_start": False,
-        "orthogonalization_epsilon": 1e-7,
-        "random_seed": 9,
-        "compression_stats_logging_frequency": 11,
-        "batch_tensors_with_same_shape": True,
-    }
-    with Messages():
-        loaded = reload(powerSGD_hook.PowerSGDState(None, **options))
-    assert {name: getattr(loaded, name) for name in options} == options
 
 
 @pytest.mark.ranks(2)

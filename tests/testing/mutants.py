@@ -10,11 +10,6 @@ from tests.testing.compressors import Compressor, Int8, Quantizer, RandomK, TopK
 # Errors.
 
 
-class ErrorDropped(TopK):
-    def error(self, gradient, total, output, sent):
-        return torch.zeros_like(gradient)
-
-
 class ErrorTimes999(TopK):
     def total(self, gradient, error):
         return gradient + 0.999 * error

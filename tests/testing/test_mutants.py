@@ -164,7 +164,6 @@ PLANTED = [
     (POWER_SGD, (f"{MATRIX_GROUP}._product", last_row_missing), "exact_up_to_rank"),
     (FP16, ("gradcomp.ops.compress_cast", cast_before_division), "finite_in_finite_out"),
     (FP16, ("gradcomp.hooks.default_hooks.take_wire", one_wire_for_all_buckets), "averages"),
-    (TOP_K, mutants.ErrorDropped, "held_back_comes_out"),
     (TOP_K, mutants.ErrorTimes999, "held_back_comes_out"),
     (INT8, mutants.Int8ErrorTimes999, "held_back_comes_out"),
     (INT8, mutants.Int8ErrorsIn16Bits, "held_back_comes_out"),
