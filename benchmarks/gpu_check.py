@@ -57,8 +57,7 @@ FIRST = (
 HOOKS = (
     "tests/comm/test_late_gradients.py",
     "tests/hooks/test_every_hook.py",
-    "tests/hooks/test_quantized_kernels.py",
-    "tests/hooks/test_powersgd_kernels.py",
+    "tests/hooks/test_kernels.py",
     "tests/compress/test_reduce_scatter.py",
     "tests/hooks/test_default_hooks.py",
     "tests/hooks/test_powersgd_resume.py",
