@@ -83,7 +83,7 @@ def assert_same(found, expected, **within):
         torch.testing.assert_close(found[key], entry, equal_nan=True, **within)
 
 
-def train(rank, group, make, dtype, num_steps, refuses):
+def train(rank, group, make, dtype, num_steps, refuses, device="cpu"):
     """Return (the averages of the kept steps, what the state keeps). Refused steps are larger, and undone."""
     state, averages = make(group), []
     state.keep_undo = True
@@ -92,9 +92,8 @@ def train(rank, group, make, dtype, num_steps, refuses):
     numel = sum(each.numel() for each in parameters[:2])
 
     def average(step, number, scale=1.0, num_buckets=2):
-        buffers = [
-            each.clone() for each in given(rank, number, dtype, scale).split([numel, 21 * 12 + 12 * 20])
-        ]
+        flat = given(rank, number, dtype, scale).to(device)
+        buffers = [each.clone() for each in flat.split([numel, 21 * 12 + 12 * 20])]
         for index, members in enumerate((parameters[:2], parameters[2:])[:num_buckets]):
             state.average("hook", GradBucket(index, buffers[index], members, index == 1)).wait()
         if num_buckets == 1 and step != 6:  # step 6 is broken off by an error: it never ends
