@@ -1,10 +1,4 @@
-"""Train a small GPT on real text with one hook; run it under torchrun, from the repository's root:
-
-    torchrun --nproc-per-node 2 -m benchmarks.demo.train --hook fp16
-
-One line registers the hook. The rest is an ordinary DistributedDataParallel script.
-``python -m benchmarks.demo`` trains with several hooks, over an emulated link.
-"""
+"""Train a small GPT on real text. One line registers the hook; the rest is as in any program with DDP."""
 
 import argparse
 import gc
@@ -47,8 +41,8 @@ LEARNING_RATE = 1e-3
 TIMEOUT = timedelta(seconds=60)  # the time after which a rank stops waiting for another
 
 
-def add_training_options(parser: argparse.ArgumentParser, is_launcher: bool = True) -> None:
-    """Add the options of the training, which are the same for every hook, and a launcher's."""
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the training, which are the same for every hook."""
     group = parser.add_argument_group("training")
     for name, default, text in (
         ("steps", 400, f"optimizer steps per hook, at least {MIN_STEPS}"),
@@ -58,14 +52,13 @@ def add_training_options(parser: argparse.ArgumentParser, is_launcher: bool = Tr
         ("batch", 4, "sequences per rank and step"),
         ("sequence", 64, "bytes per sequence"),
         ("powersgd-rank", 8, "rank of PowerSGD's factors"),
-        *([("ranks", 2, "processes")] if is_launcher else []),
+        ("ranks", 2, "processes"),
     ):
         help_text = f"{text} (default: %(default)s)"
         group.add_argument(f"--{name}", type=positive_int, default=default, metavar="N", help=help_text)
     text = "of weights and data (default: %(default)s)"
     group.add_argument("--seed", type=int, default=0, metavar="N", help=text)
-    if is_launcher:
-        group.add_argument("--out", type=Path, metavar="DIR", help="folder (default: %(default)s)")
+    group.add_argument("--out", type=Path, metavar="DIR", help="folder (default: %(default)s)")
 
 
 def parse_training_options(
@@ -190,14 +183,11 @@ def train(hook: str, options: argparse.Namespace, device: torch.device, wire: Wi
     return {"hook": hook, "choice": state and state.choice, **recorder.result()}
 
 
-def join_group(store: str | None = None) -> torch.device:
-    """Join the ranks of torchrun, or those that join through a file, and return this rank's device.
-
-    store: the file's URL.
+def join_group(rank: int, ranks: int, store: str) -> torch.device:
+    """Join the ranks through a file, of this URL, and return this rank's device.
 
     The backend is NCCL where every rank has a GPU of its own, and gloo where ranks share GPUs and on the CPU.
     """
-    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     num_gpus = torch.cuda.device_count()
     if num_gpus:
         device = torch.device("cuda", rank % num_gpus)
@@ -206,10 +196,7 @@ def join_group(store: str | None = None) -> torch.device:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     backend = "nccl" if num_gpus >= ranks else "gloo"
-    if store is None:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    else:
-        dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
     return device
 
 
@@ -218,49 +205,17 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
 
     Rank 0 writes the records to options.out.
     """
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(options.ranks)}
-    device = join_group(store)
+    device = join_group(rank, options.ranks, store)
     with Wire(options.link) as wire:
         for hook in options.hooks:
             if rank == 0:
                 print(f"\n== {hook}", flush=True)
-            run(hook, options.out / f"{hook}.json", options, device, wire)
+            record = train(hook, options, device, wire)
+            if rank == 0:
+                facts = {"ranks": options.ranks, "device": device.type}
+                facts |= {"torch": torch.__version__, "backend": dist.get_backend(), "options": vars(options)}
+                (options.out / f"{hook}.json").write_text(json.dumps({**facts, **record}, default=str))
+            # DDP models are freed by the garbage collector only. Until then they keep the process group and
+            # its threads alive, which abort if they free a tensor while Python shuts down.
+            gc.collect()
     dist.destroy_process_group()
-
-
-def run(
-    hook: str,
-    path: os.PathLike[str] | str | None,
-    options: argparse.Namespace,
-    device: torch.device,
-    wire: Wire,
-) -> None:
-    """Train with a hook, and write the record if there is to be one."""
-    record = train(hook, options, device, wire)
-    if path and dist.get_rank() == 0:
-        facts = {"ranks": dist.get_world_size(), "device": device.type}
-        facts |= {"torch": torch.__version__, "backend": dist.get_backend(), "options": vars(options)}
-        with open(path, "w") as file:
-            json.dump({**facts, **record}, file, default=str)
-    # DDP models are freed by the garbage collector only. Until then they keep the process group and its
-    # threads alive, which abort if they free a tensor while Python shuts down.
-    gc.collect()
-
-
-def main() -> None:
-    description = "Train a small GPT with one hook; started by torchrun."
-    parser = argparse.ArgumentParser(prog="torchrun -m benchmarks.demo.train", description=description)
-    parser.add_argument("--hook", choices=list(HOOKS), default="fp16", help="default: %(default)s")
-    parser.add_argument("--record", help="write the run's history to this file, as JSON")
-    add_training_options(parser, is_launcher=False)
-    options = parse_training_options(parser, None)
-    if "LOCAL_RANK" not in os.environ:
-        parser.error("start me with torchrun: torchrun --nproc-per-node 2 -m benchmarks.demo.train")
-    device = join_group()
-    with Wire() as wire:
-        run(options.hook, options.record, options, device, wire)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
