@@ -11,8 +11,6 @@ case with a wrong result has no rows.
 Exit status: 0 when every case was right and timed, 1 otherwise.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import pkgutil

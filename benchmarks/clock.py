@@ -8,8 +8,6 @@ host has enqueued the whole call, so the device time has no launch costs. These 
 host time. On a CPU the wall clock measures the time.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import time
@@ -48,7 +46,7 @@ class Timing:
     def us(self) -> Quantiles:
         return _quantiles(self.samples_us)
 
-    def times(self, baseline: Timing) -> Quantiles:
+    def times(self, baseline: "Timing") -> Quantiles:
         """Compute how many times as fast as the baseline the call is, round by round.
 
         A machine that is slow for a second slows both, so ratios vary less than times.

@@ -1,7 +1,5 @@
 """Describe where a measurement was made: device, driver, versions, commit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

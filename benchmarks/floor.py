@@ -8,8 +8,6 @@ out arithmetic, waiting, and small tensors (P, Q, tables), so most times are abo
 one floor if the L2 cache keeps a bucket between two kernels, or if launches take less than 2 µs.
 """
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks import environment

@@ -20,8 +20,6 @@ With --device cpu it tries itself out where there is no GPU: few tests on interp
 benchmarks in plain torch. A pass on a CPU proves nothing about kernels, streams and NCCL.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -3,8 +3,6 @@
 Every provider's result is compared with a float64 reference, after the outputs were filled with NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ backend is NCCL on CUDA and gloo on CPU. A call ends when the current stream wai
 CPU, when the future is done).
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ stands in for CUDA. Prints p20, median and p80 of a call.
 """
 
 # ruff: noqa: E402 the stub must be installed before gradcomp is imported
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The shapes are written out here: nothing is downloaded or installed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 

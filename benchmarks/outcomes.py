@@ -3,8 +3,6 @@
 Several processes may share the file. A process that is killed leaves the lines that it has written.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

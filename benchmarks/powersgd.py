@@ -19,8 +19,6 @@ warm start mends it, and error feedback sends what the first steps lost. The tim
 works on the gradient that the last one left, which is the same one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -108,7 +106,12 @@ class Problem:
         return passes * self.dtype.itemsize
 
     def case(
-        self, name: str, label: str, stages: Sequence[str], build: Callable[[Problem], Setup], **options: Any
+        self,
+        name: str,
+        label: str,
+        stages: Sequence[str],
+        build: "Callable[[Problem], Setup]",
+        **options: Any,
     ) -> Case:
         """Describe an operation on this problem that moves the bytes of these stages."""
         dtype = str(self.dtype).removeprefix("torch.")

@@ -1,7 +1,5 @@
 """The processes of a benchmark's ranks, and the signals that end them."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The rows of a run: shown as a table, recorded as JSON lines."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

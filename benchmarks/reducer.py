@@ -8,8 +8,6 @@ before each step. Every model is trained with the defaults, 25 MiB a bucket, and
 A call is a whole step. It includes DDP's forward and setting the gradients to None, which are small.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial

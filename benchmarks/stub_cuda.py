@@ -10,8 +10,6 @@ NCCL.
 install() changes torch and Triton for the whole process, so call it in a process of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -112,7 +110,7 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, later: _Event) -> float:
+    def elapsed_time(self, later: "_Event") -> float:
         return 1.0
 
 

@@ -1,7 +1,5 @@
 """Local steps instead of an average in every step; see gradcomp.local_steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +26,7 @@ class LocalOptions:
     outer: tuple[float, float] = (1.0, 0.0)
 
     @classmethod
-    def named(cls, name: str) -> LocalOptions:
+    def named(cls, name: str) -> "LocalOptions":
         """Return the settings of a run such as "20:int4:delay=5" or "20:powersgd:8:outer=0.7/0.9".
 
         Raises ValueError for another name.

@@ -4,8 +4,6 @@ gradcomp   one pass each way.
 torch      what torch's fp16 and bf16 hooks do: .to(dtype).div_(W), and .copy_().
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -9,8 +9,6 @@ torch_ddp       what DDP's reducer does: one kernel per parameter. The reducer's
 torch_foreach   torch._foreach_copy_, then one multiplication of the buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

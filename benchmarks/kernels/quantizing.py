@@ -7,8 +7,6 @@ torch      the same formulas, one operation of torch after another. torch.quanti
            that are known already, has no error feedback and no 4 bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 

@@ -9,8 +9,6 @@ It needs Linux, and root or user namespaces. Nothing stays behind, whatever ends
 to --out at once; tables and a picture follow. --report only draws tables and pictures of earlier rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import select

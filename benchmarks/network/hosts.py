@@ -4,8 +4,6 @@ The namespaces have no names and belong to processes. Everything runs in one pro
 ends the program, SIGKILL included, ends the processes, and the kernel removes hosts, links and throttles.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -121,7 +119,7 @@ class Network:
         run("ip", "link", "set", "switch", "up")
         self.hosts = [Host(index) for index in range(num_hosts)]
 
-    def __enter__(self) -> Network:
+    def __enter__(self) -> "Network":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -154,7 +152,7 @@ class DelayedNetwork:
             host.take_address(index, "mtu", str(MTU_BYTES), "txqueuelen", str(MAX_WAITING_PACKETS))
         self._num_lost = 0
 
-    def __enter__(self) -> DelayedNetwork:
+    def __enter__(self) -> "DelayedNetwork":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@ A job is {"job": "steps", ...}, timing steps, {"job": "loss", ...}, training to 
 {"job": "link"}, timing all-reduces and the smallest exchange; see the functions of these names.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """What the rows of a run say: tables, and a picture of time per step against delay or bandwidth."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ address, and carries packets between them in user space: few kernels have netem.
 number of packets dropped since the last answer. The end of stdin ends the program.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import heapq

@@ -1,7 +1,5 @@
 """What the hosts train: the demo's GPT on text, and multilayer perceptrons on scikit-learn's digits."""
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
