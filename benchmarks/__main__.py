@@ -29,7 +29,7 @@ from benchmarks.clock import Clock, gb_per_s
 from benchmarks.floor import floor_us
 from benchmarks.harness import Case, check
 from benchmarks.powersgd import PASSES
-from benchmarks.records import RESULTS, Row, append, file_of, header, table
+from benchmarks.records import RESULTS, Row, append, file_of, table
 
 COPY = "copy"  # the provider that copies as many bytes as the operation moves
 
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
         _, failed, _ = measure(selected, compile_case, args.budget_s, noted=args.outcomes)
         return int(bool(failed))
     clock = Clock(device, args.quick)
-    print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)\n{header()}")
+    print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)")
     facts["failed_parts"] = args.failed_part
     path = file_of(facts, args.results)
 
