@@ -14,17 +14,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def describe(device: torch.device) -> dict[str, object]:
     """Return the fields that every recorded row carries besides its measurement."""
-    capability = None
-    driver = None
-    if device.type == "cuda":
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        driver = driver_version()
+    is_cuda = device.type == "cuda"
     return {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "device": device_name(device),
-        "compute_capability": capability,
-        "driver": driver,
+        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(device)))
+        if is_cuda
+        else None,
+        "driver": driver_version() if is_cuda else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -52,8 +50,7 @@ def commit() -> str:
 
 
 def driver_version() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    output = _output_of(query)
+    output = _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return output.splitlines()[0].strip() if output else None
 
 

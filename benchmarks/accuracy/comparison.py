@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import COLORS, label_decades, picture
+from benchmarks.records import Row
 
-Row = dict[str, Any]  # the result of runs.train()
 FAILED = 2  # a hook whose loss exceeds the first hook's by this factor isn't in the picture
 
 
@@ -30,7 +30,7 @@ class Summary:
 
 
 def summaries(rows: Sequence[Row]) -> dict[str, list[Summary]]:
-    """Summarize the rows: by task, a summary per hook, in the order of the rows."""
+    """Summarize runs.train()'s rows: by task, a summary per hook, in the order of the rows."""
     by_task: dict[str, dict[str, dict[int, Row]]] = {}
     for row in rows:
         by_task.setdefault(row["task"], {}).setdefault(row["hook"], {})[row["seed"]] = row

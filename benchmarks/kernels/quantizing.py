@@ -124,12 +124,8 @@ class _Problem:
 
 
 def _build(stage: str, numel: int, bits: int, dtype: torch.dtype, device: torch.device) -> Setup:
-    builders: dict[str, Callable[[_Problem], Setup]] = {
-        "quantize": _quantizing,
-        "average": _averaging,
-        "dequantize": _dequantizing,
-    }
-    return builders[stage](_Problem(numel, bits, dtype, device))
+    build = {"quantize": _quantizing, "average": _averaging, "dequantize": _dequantizing}[stage]
+    return build(_Problem(numel, bits, dtype, device))
 
 
 def _quantizing(problem: _Problem) -> Setup:

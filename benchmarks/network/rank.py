@@ -70,7 +70,7 @@ def register_ours(hook: str, model: Any, start_iter: int) -> None:
         NamedHook.named(hook.removesuffix(FLAT)).register(model, start_iter, per_node)
 
 
-REGISTER: dict[str, Callable[[str, Any, int], None]] = {"gradcomp": register_ours, "torch": register_torchs}
+REGISTER = {"gradcomp": register_ours, "torch": register_torchs}
 AUTO = "auto"  # the hook that chooses one
 LOCAL = "local steps"  # a hook's name is then one of LocalOptions
 FSDP2 = "fsdp2"  # a hook's name is then one of benchmarks/sharding.py
@@ -179,8 +179,7 @@ def loss(job: dict[str, Any]) -> dict[str, Any]:
     """
     trainer = Trainer(job, job["start_iter"])
     workload = trainer.workload
-    seconds, history, is_done = 0.0, [], False
-    reached = False
+    seconds, history, is_done, reached = 0.0, [], False, False
     while not is_done:
         started = time.perf_counter()
         for _ in range(VALIDATE_EVERY):
@@ -203,10 +202,9 @@ def loss(job: dict[str, Any]) -> dict[str, Any]:
 
 def link(job: dict[str, Any]) -> dict[str, Any]:
     """Time the smallest exchange of all ranks, and all-reduces: (bytes, median seconds)."""
-    tensors = [torch.zeros(num_bytes // 4) for num_bytes in LINK_BYTES]
     all_reduces = [
-        (each.nbytes, median_seconds(partial(dist.all_reduce, each), 3 if each.nbytes > 10**6 else 11))
-        for each in tensors
+        (size, median_seconds(partial(dist.all_reduce, torch.zeros(size // 4)), 3 if size > 10**6 else 11))
+        for size in LINK_BYTES
     ]
     return {"exchange_seconds": exchange_seconds(), "all_reduce_seconds": all_reduces}
 

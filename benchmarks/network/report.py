@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import COLORS, label_decades, picture
+from benchmarks.records import Row
 
-Row = dict[str, Any]
 Link = tuple[int, float | None]  # Mbit/s, 0 for no network, and one-way ms, None without a router
 
 DRAWN = ("none", "bf16", "int8", "int4", "powersgd:16:int8", "powersgd:8:int8", "auto", "noop")
