@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,13 @@ class Host(Namespace):
         run("tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *rate)
 
 
-class Network:
+class Network(AbstractContextManager):
     """Hosts on one switch; a context manager, inside isolated()."""
 
     def __init__(self, num_hosts: int) -> None:
         run("ip", "link", "add", "switch", "type", "bridge")
         run("ip", "link", "set", "switch", "up")
         self.hosts = [Host(index) for index in range(num_hosts)]
-
-    def __enter__(self) -> "Network":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for host in self.hosts:
@@ -132,7 +130,7 @@ class Network:
             host.throttle(mbit_per_s)
 
 
-class DelayedNetwork:
+class DelayedNetwork(AbstractContextManager):
     """Hosts around one router, in place of Network: links with a rate and a delay."""
 
     def __init__(self, num_hosts: int) -> None:
@@ -151,9 +149,6 @@ class DelayedNetwork:
                 host.run("sh", "-c", f"echo {BUFFER_BYTES} > /proc/sys/net/ipv4/{name}")
             host.take_address(index, "mtu", str(MTU_BYTES), "txqueuelen", str(MAX_WAITING_PACKETS))
         self._num_lost = 0
-
-    def __enter__(self) -> "DelayedNetwork":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._router.kill()
