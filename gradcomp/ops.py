@@ -18,7 +18,7 @@ from .cpu import copy as cpu
 from .cpu import powersgd as cpu_powersgd
 from .cpu import quantize as cpu_quantize
 from .cpu.copy import scale_ as scale_
-from .device import has_streams
+from .device import current_stream, has_streams
 from .kernels import flatten as flatten_kernel
 from .kernels.powersgd import plan as powersgd_kernels
 from .kernels.quantize import kernels as quantize_kernels
@@ -206,9 +206,10 @@ def _parts(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
 
 
 def _tables_of(layout: FlatLayout, device: torch.device) -> flatten_kernel.FlattenTables:
-    # One for both directions: a step unflattens to the tensors that it has flattened. And one per thread:
-    # calls at once, of average_ for example, share the layout.
-    tables, key = _tables.setdefault(layout, {}), (device, threading.get_ident())
+    # One for both directions: a step unflattens to the tensors that it has flattened. And one per thread and
+    # stream: calls at once, of average_ for example, share the layout.
+    stream = current_stream() if has_streams(device) else 0
+    tables, key = _tables.setdefault(layout, {}), (device, threading.get_ident(), stream)
     if key not in tables:
         tables[key] = flatten_kernel.FlattenTables(list(layout.tiles(BLOCK)), len(layout), device)
     return tables[key]

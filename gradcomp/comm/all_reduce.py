@@ -131,6 +131,8 @@ def start_all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Ex
     """Start summing a flat tensor over the group. Raises RuntimeError if the backend refuses its dtype."""
     try:
         return group.allreduce([as_real(wire)], SUM)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError) as error:
         # gloo's own errors name its source files.
         if isinstance(error, dist.DistError) or "/gloo/" in str(error):

@@ -76,10 +76,6 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
     comm_hook_type: the hook.
     model: any object with DDP's ``register_comm_hook``.
     state: the hook's process group, or None for the default one.
-
-    Example::
-
-        register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, ddp_model)
     """
     comm_hook_type.value(model=model, state=state)
 

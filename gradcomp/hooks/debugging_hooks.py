@@ -18,10 +18,6 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     Don't train with this hook: replicas drift apart.
 
     Raises TypeError if the argument is not a bucket.
-
-    Example::
-
-        ddp_model.register_comm_hook(None, debugging_hooks.noop_hook)
     """
     require_bucket("noop_hook", bucket)
     buffer = bucket.buffer()

@@ -123,8 +123,6 @@ def quantization_hook(
     With ranks_per_node, ranks of a node first sum their buckets exactly; each then does
     the steps with a part of the sum, between nodes. The means are gathered as codes.
 
-    To read the algorithm first, see `quantized_all_reduce` in docs/examples/simple.py: 30 lines.
-
     Raises TypeError if the state is not a QuantizationState or the bucket is not a floating-point bucket.
 
     Example::

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.comm.all_reduce import average_in_place, start_all_reduce
 from gradcomp.comm.bucket import GradBucket, Hooked, as_real, result_of
-from gradcomp.comm.exchange import has_delay
+from gradcomp.comm.exchange import SUM, has_delay
 from gradcomp.comm.process_group import Explaining, resolve_group
 from gradcomp.hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from gradcomp.layout import FlatLayout
@@ -281,6 +281,7 @@ class BucketCommunicator:
                 bucket.keep_apart(indices)
 
     @torch.no_grad()
+    @torch.inference_mode(False)
     def build(self, order: Iterable[int]) -> None:
         """Assign the parameters, in this order, to new buckets. Gradients that are views move there."""
         indices = [index for index in order if index not in self.sparse]
@@ -310,11 +311,11 @@ class BucketCommunicator:
         require_callable(hooked.state, hooked.hook)
         if self.hooked.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self.hooked = hooked
         for hook, dtype in ((fp16_compress_hook, torch.float16), (bf16_compress_hook, torch.bfloat16)):
             if hooked.hook is hook and not self.as_view:
                 self._sent_in, self._group = dtype, resolve_group(hooked.name, hooked.state, "state")
                 self.build([index for bucket in self.buckets for index in bucket.indices])
+        self.hooked = hooked
         self._name_operations()
         hooked.tell("number_parameters", zip(self.names, self.params, strict=True))
 
@@ -336,8 +337,11 @@ class BucketCommunicator:
         divisor = self.divisor if hook is None else self._group.size()
         bucket.fill(1 / divisor if is_plain else 1.0)
         if is_plain and not has_delay(bucket.buffer, self._group):
+            if hook is not None:  # not every back end sums in 16 bits
+                return start_all_reduce(bucket.buffer, self._group, operation)
             # Not dist.all_reduce: its Python is cold after a large copy, and takes longer than all the rest.
-            return start_all_reduce(bucket.buffer, self._group, operation)
+            with operation:
+                return self._group.allreduce([bucket.buffer], SUM)
         given: Any = GradBucket(number, bucket.buffer.detach(), bucket.parameters, is_last)
         if is_plain:
             return average_in_place(given, self._group, operation, divisor=1)
