@@ -24,11 +24,10 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks import environment, outcomes
+from benchmarks import environment, outcomes, powersgd
 from benchmarks.clock import Clock, gb_per_s
 from benchmarks.floor import floor_us
 from benchmarks.harness import Case, check
-from benchmarks.powersgd import PASSES
 from benchmarks.records import RESULTS, Row, append, file_of, table
 
 COPY = "copy"  # the provider that copies as many bytes as the operation moves
@@ -48,7 +47,7 @@ FIRST = (
     "reducer resnet50, bucket views",
     "powerSGD_hook resnet50, 5 buckets, r=4 float32",
     "powerSGD_hook bert-large, 38 buckets, r=4 float32",
-    *(f"powerSGD {stage} bert-large, 38 buckets, r=4 float32" for stage in PASSES),
+    *(f"powerSGD {stage} bert-large, 38 buckets, r=4 float32" for stage in powersgd.PASSES),
     "powerSGD_hook bert-large, 38 buckets, r=4, int8 factors",
     "reducer bert-large",
     "powerSGD_hook gpt2-medium, 37 buckets, r=4 float32",
@@ -87,7 +86,11 @@ def to_compile(cases: Iterable[Case]) -> list[Case]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--filter", default="", help="only cases whose name holds this text")
+    parser.add_argument(
+        "--filter",
+        default="",
+        help="only cases whose name holds this text; sweep: PowerSGD's numbers of programs",
+    )
     parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
     text = "time nothing, but compile the kernels, of every Nth case from the Ith on, counted from 0"
     parser.add_argument("--compile", metavar="I/N", help=text)
@@ -209,6 +212,8 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
     for name, value in facts.items():
         print(f"{name:>18}: {value}")
     found = discover(device, args.quick) if cases is None else list(cases)
+    if args.filter == "sweep":
+        found = list(powersgd.sweep(device, args.quick))
     selected = [case for case in found if args.filter in str(case)]
     if not selected:
         print(f"benchmarks: no case's name holds {args.filter!r}; there are:")

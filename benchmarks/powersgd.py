@@ -19,11 +19,12 @@ warm start mends it, and error feedback sends what the first steps lost. The tim
 works on the gradient that the last one left, which is the same one.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import islice
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
@@ -33,6 +34,7 @@ from benchmarks.harness import Case, Setup, frobenius_error
 from benchmarks.hooks import FakeBucket, call, join_group_of_one
 from gradcomp import ops
 from gradcomp.hooks import powerSGD_hook as power_sgd
+from gradcomp.kernels.powersgd import work
 from gradcomp.layout import PowerSGDLayout
 
 CPU_BUCKETS = {
@@ -51,6 +53,10 @@ CUDA_PROBLEMS = [
     ("bert-large", torch.bfloat16, 32),
 ]
 NUM_BY_STAGE = 8  # of these are timed stage by stage, too
+# What is swept: the model's name and rank, the share of the last programs, and factors of NUM_PROGRAMS.
+SWEPT = [(model, rank) for rank in (4, 32, 1) for model in ("bert-large", "resnet50")]
+LAST_SHARES = (0.45, 0.6, 0.3)
+FACTORS = (1.0, 1.15, 0.75, 1.5, 0.55)
 
 # Passes over an element of a compressed matrix, by stage; M is kept, and the error rebuilt from it. project
 # reads the gradient and M and writes M; back_project, which orthonormalizes, reads M; reconstruct writes the
@@ -88,6 +94,7 @@ class Problem:
     dtype: torch.dtype
     rank: int
     device: torch.device
+    tuning: tuple[float, float] = (work.LAST_SHARE, 1.0)  # and a factor of NUM_PROGRAMS
 
     @property
     def layouts(self) -> list[PowerSGDLayout]:
@@ -158,7 +165,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 max_error=MAX_INT8_ERROR,
                 min_launches=INT8_LAUNCHES * len(problem.buckets),
             )
-    for label, problem in islice(problems(device, quick), NUM_BY_STAGE):
+    for label, problem in itertools.islice(problems(device, quick), NUM_BY_STAGE):
         for stage in PASSES:
             yield problem.case(
                 f"powerSGD {stage}",
@@ -168,6 +175,24 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 max_error=STAGE_MAX_ERROR[problem.dtype],
                 baseline="gradcomp",
             )
+
+
+def sweep(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Yield the kernels' stages with other numbers of programs, all stages of one tuning together."""
+    for model, rank in SWEPT[:1] if quick else SWEPT:
+        shapes = [CPU_BUCKETS["60×256×256"]] if quick else models.buckets(model)
+        problem = Problem(model, tuple(map(tuple, shapes)), torch.float32, rank, device)
+        for tuning in itertools.product(LAST_SHARES, FACTORS[: 2 if quick else None]):
+            tuned, (share, factor) = replace(problem, tuning=tuning), tuning
+            for stage, count in work.NUM_PROGRAMS.items():
+                yield tuned.case(
+                    f"sweep {stage}",
+                    f"{model}, r={rank}, {count * factor:.0f} programs, last share {share}",
+                    (stage,),
+                    partial(_stage, stage=stage),
+                    max_error=STAGE_MAX_ERROR[torch.float32],
+                    baseline="gradcomp",
+                )
 
 
 def _hooks(problem: Problem, factor_dtype: torch.dtype | None = None) -> Setup:
@@ -228,12 +253,12 @@ def _of_low_rank(layout: PowerSGDLayout, problem: Problem) -> torch.Tensor:
 
 def _stage(problem: Problem, stage: str) -> Setup:
     """Make a plan per bucket. A stage is checked by the bucket after all later stages of the second step."""
-    work = _plans(problem)
+    plans = _plans(problem)
     order = list(PASSES)
     earlier, later = order[: order.index(stage)], order[order.index(stage) + 1 :]
 
     def run(name: str) -> None:
-        for plan, _, buffer, _ in work:
+        for plan, _, buffer, _ in plans:
             if name == "orthonormalize":
                 plan.orthonormalize()
             else:
@@ -241,12 +266,12 @@ def _stage(problem: Problem, stage: str) -> Setup:
 
     def restore(_: str = "") -> None:
         """Run a whole step, so that no factor is zero, and the next step up to this stage."""
-        for plan, gradient, buffer, directions in work:
+        for plan, gradient, buffer, directions in plans:
             plan.load(torch.zeros_like(gradient), directions)
             buffer.copy_(gradient)
         for name in PASSES:
             run(name)
-        for plan, *_ in work:
+        for plan, *_ in plans:
             plan.error()  # else plain torch subtracts P Qᵀ from M in project, after the check has cleared P
         for name in earlier:
             run(name)
@@ -258,19 +283,19 @@ def _stage(problem: Problem, stage: str) -> Setup:
     def finish() -> Iterator[torch.Tensor]:  # runs when the check asks for results, not when timed
         for name in later:
             run(name)
-        for _, _, buffer, _ in work:
+        for _, _, buffer, _ in plans:
             yield buffer
         restore()  # else the timed calls find the error of a whole step in M, next to zero
 
     written = {
-        "project": [plan.p_wire for plan, *_ in work],
+        "project": [plan.p_wire for plan, *_ in plans],
         "orthonormalize": [],
-        "back_project": [plan.q_wire for plan, *_ in work],
-        "reconstruct": [buffer for _, _, buffer, _ in work],
+        "back_project": [plan.q_wire for plan, *_ in plans],
+        "reconstruct": [buffer for _, _, buffer, _ in plans],
     }
     return Setup(
         {"gradcomp": provider},
-        reference=lambda: (gradient.double() for _, gradient, *_ in work),
+        reference=lambda: (gradient.double() for _, gradient, *_ in plans),
         outputs=written[stage],
         restore=restore,
     )
@@ -280,10 +305,12 @@ def _stage(problem: Problem, stage: str) -> Setup:
 @lru_cache(maxsize=1)
 def _plans(problem: Problem) -> list[tuple[ops.PowerSGDPlan, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
     """Make for every bucket its plan, gradient, buffer and the first step's directions."""
-    work = []
-    for layout in problem.layouts:
-        gradient = _of_low_rank(layout, problem)
-        options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": SEED}
-        plan = ops.powersgd_plan(layout, problem.dtype, problem.device, **options)
-        work.append((plan, gradient, gradient.clone(), plan.directions()))
-    return work
+    plans, (share, factor) = [], problem.tuning
+    programs = {name: max(1, round(count * factor)) for name, count in work.NUM_PROGRAMS.items()}
+    with mock.patch.multiple(work, NUM_PROGRAMS=programs, LAST_SHARE=share):
+        for layout in problem.layouts:
+            gradient = _of_low_rank(layout, problem)
+            options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": SEED}
+            plan = ops.powersgd_plan(layout, problem.dtype, problem.device, **options)
+            plans.append((plan, gradient, gradient.clone(), plan.directions()))
+    return plans

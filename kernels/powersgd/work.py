@@ -35,9 +35,10 @@ TILES, COPY, NEXT_Q = 0, 1, 2  # what a program does: the first field of a row o
 MAX_NORMS = 32  # most programs that compute the norms of one Q's columns
 COPY_BLOCK = 2048  # most elements of an uncompressed tensor that a program copies
 FACTOR_TILE = 1024  # elements of a factor at once: 128 bits of a 16-bit wire for each of 128 threads
-# At first, a program gets one of this many parts of all tiles: as many parts as a GPU holds at once. More
-# programs would only make more partial sums.
-NUM_PROGRAMS = {"project": 432, "back_project": 512, "reconstruct": 672}
+# At first, a program gets one of this many parts of all tiles: about as many as a GPU holds at once. A
+# program's start and end take as long as 20 KB, so more of them take longer.
+NUM_PROGRAMS = {"project": 384, "back_project": 448, "reconstruct": 576}
+LAST_SHARE = 0.45  # of the tiles, for programs that get smaller and smaller
 MAX_TILES = 32  # most tiles per program
 # Most programs that orthonormalize one P. Each of these programs adds up the partial Gram matrices of all.
 MAX_CHUNKS = 32
@@ -194,9 +195,8 @@ class PowerSGDWork:
         (TILES, matrix, block, first tile in the block, one past the last, the block's first program, number
         of its programs)
 
-        Programs start in this order, each where an earlier one has ended. Those for the last 60 % of the
-        tiles get smaller and smaller, so the last ones end at about the same time, however many programs a
-        GPU holds at once.
+        Programs start in this order, each where an earlier one has ended. Those for LAST_SHARE of the tiles
+        get smaller and smaller, so that the last ones end together, however many a GPU holds at once.
         """
         rows: list[tuple[int, ...]] = []
         block_size, length = self.tiles[kernel]
@@ -207,7 +207,7 @@ class PowerSGDWork:
         total = left = sum(num_blocks * num_tiles for num_blocks, num_tiles in counts)
         for index, (num_blocks, num_tiles) in enumerate(counts):
             for block in range(num_blocks):
-                most = min(-(-min(3 * total, 5 * left) // (3 * NUM_PROGRAMS[kernel])), MAX_TILES)
+                most = min(1 + int(min(total, left / LAST_SHARE) / NUM_PROGRAMS[kernel]), MAX_TILES)
                 first, count = len(rows), -(-num_tiles // most)
                 stops = [num_tiles * i // count for i in range(count + 1)]
                 rows += [(TILES, index, block, *span, first, count) for span in pairwise(stops)]
