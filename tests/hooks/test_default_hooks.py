@@ -6,10 +6,11 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.hooks import default_hooks
+from gradcomp.hooks import debugging_hooks, default_hooks
 from tests.depth import mixed
 from tests.devices import device_of_rank
 from tests.ranks import RankError
@@ -24,8 +25,10 @@ HOOKS = {
     "bf16": default_hooks.bf16_compress_hook,
     "fp16 around torch's allreduce": default_hooks.fp16_compress_wrapper(torch_default.allreduce_hook),
     "bf16 around fp16": default_hooks.bf16_compress_wrapper(default_hooks.fp16_compress_hook),
+    "noop": debugging_hooks.noop_hook,
     "torch's allreduce": torch_default.allreduce_hook,
     "torch's fp16": torch_default.fp16_compress_hook,
+    "torch's noop": torch_debugging.noop_hook,
     "none": None,
 }
 # hook -> the dtypes that it rounds a gradient to
@@ -143,6 +146,12 @@ def test_the_same_as_torchs_hooks(run_ranks):
         assert torch.equal(exact, torchs_exact)
         assert torch.equal(exact, without)
         assert (fp16 - torchs_fp16).abs().max() <= 2 * average(torch.float16, 2, local.abs().max())
+
+
+def test_noop_hook_keeps_each_ranks_own_gradients(run_ranks):
+    for results, _ in run_ranks(local_and_averaged, 2, "noop", {}):
+        for local, result in results:
+            assert torch.equal(local, result)
 
 
 def test_hooks_run_the_triton_kernels_too(run_ranks):
