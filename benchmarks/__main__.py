@@ -86,11 +86,8 @@ def to_compile(cases: Iterable[Case]) -> list[Case]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--filter",
-        default="",
-        help="only cases whose name holds this text; sweep: PowerSGD's numbers of programs",
-    )
+    text = "only cases whose name holds this text; sweep: PowerSGD's stages with other numbers of programs"
+    parser.add_argument("--filter", default="", help=text)
     parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
     text = "time nothing, but compile the kernels, of every Nth case from the Ith on, counted from 0"
     parser.add_argument("--compile", metavar="I/N", help=text)
@@ -211,9 +208,9 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
     facts = environment.describe(device)
     for name, value in facts.items():
         print(f"{name:>18}: {value}")
-    found = discover(device, args.quick) if cases is None else list(cases)
     if args.filter == "sweep":
-        found = list(powersgd.sweep(device, args.quick))
+        cases = powersgd.sweep(device, args.quick)
+    found = discover(device, args.quick) if cases is None else list(cases)
     selected = [case for case in found if args.filter in str(case)]
     if not selected:
         print(f"benchmarks: no case's name holds {args.filter!r}; there are:")

@@ -14,15 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def describe(device: torch.device) -> dict[str, object]:
     """Return the fields that every recorded row carries besides its measurement."""
-    is_cuda = device.type == "cuda"
+    capability, driver = None, None
+    if device.type == "cuda":
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        driver = driver_version()
     return {
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "device": device_name(device),
-        "compute_capability": ".".join(map(str, torch.cuda.get_device_capability(device)))
-        if is_cuda
-        else None,
-        "driver": driver_version() if is_cuda else None,
+        "compute_capability": capability,
+        "driver": driver,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -272,9 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     path = file_of(facts, args.results)
     rows: list[dict[str, Any]] = []
-    chosen = [part for part in (*PARTS, SWEEP) if part.name in (args.only or [each.name for each in PARTS])]
-    for part in chosen:
-        if part.name in args.skip:
+    for part in (*PARTS, SWEEP):
+        is_asked = part.name in args.only if args.only else part is not SWEEP
+        if part.name in args.skip or not is_asked:
             continue
         print(f"==== {part.name}: at most {part.limit_s:.0f} s", flush=True)
         row = run_part(part, args, [each["part"] for each in rows if each["verdict"] != PASSED])

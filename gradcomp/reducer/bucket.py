@@ -304,7 +304,7 @@ class BucketCommunicator:
     def register(self, hooked: Hooked) -> None:
         """Average with hook(state, bucket). A state with number_parameters gets the parameters' names.
 
-        Kernels do what the 16-bit hooks do: they round while they flatten.
+        On kernels no 16-bit hook is called: fill() rounds the gradients to 16 bits.
 
         Raises TypeError if the hook isn't callable, RuntimeError for a second one.
         """

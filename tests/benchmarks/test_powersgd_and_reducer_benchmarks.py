@@ -113,3 +113,17 @@ def test_reducers_on_a_gpu_average_bert_large():
         False: {name + suffix for name in names for suffix in ("", ", bucket views")},
         True: {"400 small tensors", "400 small tensors, bucket views"},
     }
+
+
+def test_a_sweeps_plans_have_its_numbers_of_programs(monkeypatch):
+    monkeypatch.setattr(powersgd.models, "buckets", lambda model: [[(512, 512)] * 4])
+    cases = list(powersgd.sweep(CPU, quick=False))
+    assert len({str(case) for case in cases}) == len(cases)
+    counts = {}
+    for case in cases[:15:3]:  # each factor, with the first share
+        problem = case.build.args[0]
+        [(plan, *_)] = powersgd._plans(problem)
+        counts[problem.tuning] = len(plan._work.back_project_work)
+    by_factor = [count for _, count in sorted(counts.items())]
+    assert by_factor == sorted(by_factor)
+    assert by_factor[0] < by_factor[-1]

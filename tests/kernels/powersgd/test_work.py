@@ -23,7 +23,7 @@ from gradcomp.kernels.powersgd.work import (
 )
 from gradcomp.layout import PowerSGDLayout
 from tests.depth import everyday
-from tests.kernels.waves import MAX_WASTE, mean_wastes
+from tests.kernels.waves import mean_wastes, times_streaming
 
 SHAPES = [(1, 300), (300, 1), (31, 33), (32, 64), (33, 65), (10, 5000), (5000, 10), (257, 129)]
 OTHERS = [(3,), (5000,)]
@@ -92,8 +92,12 @@ def resident_programs(kernel: str, rank: int) -> int:
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize("kernel", ["project", "back_project", "reconstruct"])
-def test_programs_end_together(kernel, rank):
+@pytest.mark.parametrize(
+    ("kernel", "most"), [("project", 1.82), ("back_project", 2.03), ("reconstruct", 2.23)]
+)
+def test_few_programs_end_together(kernel, most, rank):
+    """Many programs spend their time on starts; few of them end one after another."""
+
     @functools.cache
     def numels_of(bucket, _):
         work = PowerSGDWork(PowerSGDLayout(bucket, rank, 2.0), 4, 4)
@@ -101,8 +105,8 @@ def test_programs_end_together(kernel, rank):
         rows = getattr(work, f"{kernel}_work")
         return [row[3] if row[0] == COPY else (row[4] - row[3]) * sizes[row[0]] for row in rows]
 
-    wastes = mean_wastes(numels_of, resident_programs(kernel, rank))
-    assert max(wastes.values()) <= MAX_WASTE, wastes
+    times = mean_wastes(numels_of, resident_programs(kernel, rank), times_streaming)
+    assert max(times.values()) <= most, times
 
 
 def elements_of(work: PowerSGDWork, factor: str, itemsize: int) -> Counter:
