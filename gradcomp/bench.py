@@ -239,10 +239,10 @@ def _model(parser: BenchParser, name: str, device: torch.device) -> tuple[nn.Mod
         if name not in MODELS and ":" not in name:
             raise ValueError(f"it is neither one of {', '.join(MODELS)} nor module:callable")
         with device:
-            module, loss = MODELS[name]() if name in MODELS else command_line.load_callable(name)()
+            module, loss = (MODELS.get(name) or command_line.find_callable(name, "model"))()
         loss(module.to(device)).backward()
         module.zero_grad()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         needed = "a callable must return (module, loss), where loss(model) computes the loss of a step"
         problem = f"rank {dist.get_rank()}: model {name!r} can't be trained: {in_words(error)}; {needed}"
     problems = [""] * dist.get_world_size()

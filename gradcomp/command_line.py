@@ -83,20 +83,6 @@ def find_callable(name: str, what: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def load_callable(name: str) -> Callable[[], Any]:
-    """Return the callable of a model, which raises ValueError if it fails. See find_callable."""
-    function = find_callable(name, "model")
-
-    def call() -> Any:
-        try:
-            return function()
-        except (Exception, SystemExit) as error:
-            problem = f"calling it without arguments fails: {in_words(error)}"
-            raise ValueError(f"model {name!r}: {problem}") from error
-
-    return call
-
-
 def in_words(error: BaseException) -> str:
     """Return an error's class and the first line of its message."""
     lines = str(error).splitlines() or [""]

@@ -168,11 +168,6 @@ class Explaining(NamedTuple):
     what: the operation, in words that follow "could not".
 
     Holds no process group: gloo's threads keep callbacks, and must not hold the last reference to a group.
-
-    Example::
-
-        with Explaining.of("compare options", group):
-            dist.all_gather(gathered, mine, group=group)
     """
 
     what: str

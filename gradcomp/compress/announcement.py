@@ -37,22 +37,17 @@ def announce_phase(state: Any, name: str, place: Place, gradient_bytes: int, sen
     is_resumed = state.is_resumed and state.iter > state.start_iter
     begins, on = ("continues to compress at", "") if is_resumed else ("compresses from", " on")
     per = f"node, between {place.nodes}" if place.nodes else "rank"
-    saved = saved_bytes(gradient_bytes, sent_bytes)
+    if sent_bytes < gradient_bytes:
+        rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
+    else:
+        rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
+    saved = f"{rate}, {shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)}"
     text = f"{name} {begins} step {state.iter}{on}: {saved} per step and {per}"
     if place.has_delay:
         text += f"; a message and its answer take {place.round_trip_s * 1e3:.0f} ms"
     say(text, joined_group(state.process_group))
     if sent_bytes >= gradient_bytes:
         logger_of(state).warning("%s saves no bytes%s.", name, state._why_nothing_is_saved())
-
-
-def saved_bytes(gradient_bytes: int, sent_bytes: int) -> str:
-    """Say how many bytes are sent, and how many times fewer these are."""
-    if sent_bytes < gradient_bytes:
-        rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
-    else:
-        rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
-    return f"{rate}, {shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)}"
 
 
 def shown_bytes(num_bytes: float) -> str:

@@ -26,7 +26,7 @@ class KeptState(ConfiguredState):
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
         self._given = process_group, self._default_ranks_per_node
-        self._settings = settings
+        self.settings = settings
         self._states = ParameterStates()
         self._scale: float | None = None  # of gradients and errors
         self._sizes: GradientSizes | None = GradientSizes()  # None once judged
@@ -224,7 +224,7 @@ class SavedState(KeptState):
             "version": checkpoint.VERSION,
             "algorithm": self.algorithm,
             "options": as_dict(self.options),
-            **self._settings.common(),
+            **self.settings.common(),
             **{name: getattr(self, name) for name in PROGRESS},
             "errors_of": self._errors_of or owner_of(self.process_group),
             # Shows missing entries: a container that fills only the target's entries leaves none.
@@ -255,7 +255,7 @@ class SavedState(KeptState):
         checked = self.checked(state_dict)
         default = Settings(start_iter=self._default_start_iter)
         loaded = checkpoint.settings_of(checked, self._options_class)
-        if texts := checkpoint.replaced(self._settings, loaded, default):
+        if texts := checkpoint.replaced(self.settings, loaded, default):
             logger_of(self).warning(
                 "%s: the checkpoint changes what this state was made with: %s. Its options count; to use "
                 "yours, assign them after load_state_dict.",
@@ -274,7 +274,7 @@ class SavedState(KeptState):
 
     def _load_checked(self, checked: dict[str, Any]) -> None:
         """Continue from a checked state_dict. The next step compares the ranks again."""
-        self._settings = checkpoint.settings_of(checked, self._options_class)
+        self.settings = checkpoint.settings_of(checked, self._options_class)
         self._expect_comparison()
         self._states.load(checked["parameters"])
         for name in PROGRESS:

@@ -104,7 +104,7 @@ class ConfiguredState:
     compression_stats_logging_frequency: int = setting()
 
     iter: int
-    _settings: Settings
+    settings: Settings  # change() assigns them
     _given: tuple[Any, int | str]  # process_group, ranks_per_node
     # True if a step has compared the ranks since options or group changed or a checkpoint was loaded.
     is_compared: bool = False
@@ -119,12 +119,7 @@ class ConfiguredState:
     @property
     def options(self) -> Any:
         """The compressor's options."""
-        return self._settings.options
-
-    @property
-    def settings(self) -> Settings:
-        """The options, and the settings that every kind of state has."""
-        return self._settings
+        return self.settings.options
 
     def change(self, settings: Settings) -> None:
         """Use other settings from now on. The next step compares the ranks again.
@@ -132,10 +127,10 @@ class ConfiguredState:
         Raises ValueError if compression would start too early for the options.
         """
         self._require_start(settings.start_iter, settings.options)
-        if self.iter and (texts := changes(self._settings.by_name(), settings.by_name())):
+        if self.iter and (texts := changes(self.settings.by_name(), settings.by_name())):
             shown = ", ".join(texts)
             logger_of(self).info("%s: changed at step %s: %s.", self.algorithm, self.iter, shown)
-        self._settings = settings
+        self.settings = settings
         self._expect_comparison()
 
     def _expect_comparison(self) -> None:

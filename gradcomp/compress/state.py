@@ -88,11 +88,6 @@ class CompressorState(SavedState):
     Checkpoints: use state_dict() and load_state_dict(). Every rank has its own errors: save one checkpoint
     per rank to continue exactly, or consolidated_state_dict(state) once for all ranks. With
     torch.distributed.checkpoint, use per_rank_state_dict and load_from_dcp.
-
-    Example::
-
-        state = CompressorState(TopK, TopKOptions(density=0.01))
-        ddp_model.register_comm_hook(state, compress_hook)
     """
 
     _announces_phases = True
@@ -157,7 +152,7 @@ class CompressorState(SavedState):
         group, device: the bucket's.
         """
         compressing = Phase(self.algorithm, self._compressor, options)
-        if self._steps.num < self._settings.start_iter:
+        if self._steps.num < self.settings.start_iter:
             return Phase(self.algorithm, None, options, warms_up=(compressing,))
         return compressing
 
@@ -216,7 +211,7 @@ class CompressorState(SavedState):
             self.compared_in = None  # if the comparison fails
             self._compare(hook_name, bucket, group, is_first=is_first)
             self.compared_in = self._steps.num
-        options = self._settings.options if options is None else options
+        options = self.settings.options if options is None else options
         if is_first or self._phase is None or self._phase_options is not options:
             self._phase, self._phase_options = self.phase(options, group, buffer.device), options
         phase = self._phase
@@ -259,7 +254,7 @@ class CompressorState(SavedState):
             future = self._average_plainly(hook_name, bucket, group)
         else:
             # The next step's seed: a compressor ends a step by choosing the next step's random projections.
-            seed = own.seed(self._settings.random_seed, step + 1)
+            seed = own.seed(self.settings.random_seed, step + 1)
             if own.undo is not None and own.undo[0] < step:
                 self._states.lost_undo = max(self._states.lost_undo, own.undo[0])
             undoable = None if self._steps.undoable is None else step
@@ -279,7 +274,7 @@ class CompressorState(SavedState):
     def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket) -> None:
         """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
         assert phase.compressor is not None
-        seed = own.seed(self._settings.random_seed, self._steps.num)
+        seed = own.seed(self.settings.random_seed, self._steps.num)
         spec = own.spec(bucket, self._place_in(phase), seed)
         lost = self._states.make_compressor(own, phase.compressor, spec)
         warn_of_keys(self, "the checkpoint has other shapes of %s, whose errors start at zero", lost)

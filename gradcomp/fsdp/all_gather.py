@@ -99,11 +99,6 @@ def compress_all_gather(
 
     Raises TypeError or ValueError for arguments that don't fit, for a model that is not sharded and for a
     second call; RuntimeError, on every rank, if the ranks differ.
-
-    Example::
-
-        fully_shard(model)
-        compress_all_gather(model, ignored=[model.embed])
     """
     for each in all_gathers(model, WEIGHT_BITS("bits", bits), block_size, ignored, ranks_per_node):
         each.install()

@@ -22,8 +22,7 @@ def apply_to_torch() -> AbstractContextManager[Any]:
     torch's and gradcomp's modules share is replaced, and so are DDPCommHookType and register_ddp_comm_hook.
     Names imported before keep torch's hooks. A hook that is registered on a model stays there.
 
-    The names change for the whole process, in all threads, until the block that has replaced them ends.
-    Blocks may be nested. A name that other code changes during a block keeps that code's value.
+    The names change in all threads. A name that other code changes during a block keeps that code's value.
 
     Example::
 
@@ -44,6 +43,5 @@ def apply_to_torch() -> AbstractContextManager[Any]:
 
 
 def _put_back(module: Any, name: str, theirs: Any, ours: Any) -> None:
-    """Restore torch's value, but no other code's."""
     if getattr(module, name, None) is ours:
         setattr(module, name, theirs)

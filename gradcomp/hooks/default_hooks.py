@@ -68,10 +68,6 @@ def allreduce_hook(
     State: the process group, or None for the default one.
 
     Raises TypeError if the argument is not a bucket, or the bucket is neither floating-point nor complex.
-
-    Example::
-
-        ddp_model.register_comm_hook(None, default_hooks.allreduce_hook)
     """
     if is_traced_gradient(bucket):
         return average_traced(bucket, resolve_group("allreduce_hook", process_group, "state"), None)  # type: ignore[no-any-return]

@@ -222,11 +222,6 @@ def batched_powerSGD_hook(  # noqa: N802
     Prefer powerSGD_hook, which takes no more time here.
 
     Raises TypeError if the state is not a PowerSGDState or the bucket is not floating-point.
-
-    Example::
-
-        state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1)
-        ddp_model.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
     """
     if not isinstance(state, PowerSGDState):
         _refuse("batched_powerSGD_hook", state, bucket)

@@ -152,10 +152,6 @@ def quantization_pertensor_hook(
     State: the process group, or None for the default one.
 
     Raises TypeError if the bucket is not a floating-point bucket.
-
-    Example::
-
-        ddp_model.register_comm_hook(None, quantization_pertensor_hook)
     """
     return _average_in_8_bits("quantization_pertensor_hook", bucket, process_group, _largest_blocks)
 

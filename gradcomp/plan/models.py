@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gradcomp.comm.bucket import real_shape
-from gradcomp.command_line import in_words, load_callable
+from gradcomp.command_line import find_callable, in_words
 
 Shape = tuple[int, ...]
 Parameter = tuple[Shape, torch.dtype]
@@ -59,12 +59,15 @@ def load_shapes(name: str) -> list[Parameter]:
         return shapes_in(Path(name))
     if ":" not in name:
         raise ValueError(f"model {name!r} is neither module:callable nor a file of {', '.join(CHECKPOINTS)}")
-    function = load_callable(name)
+    function = find_callable(name, "model")
     try:
-        with torch.device("meta"):
+        try:
+            with torch.device("meta"):
+                made = function()
+        except Exception:
             made = function()
-    except ValueError:
-        made = function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"model {name!r}: calling it without arguments fails: {in_words(error)}") from error
     module = made[0] if isinstance(made, tuple) and made else made
     if isinstance(module, nn.Module):
         found: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]

@@ -21,7 +21,6 @@ from ..parameter_states import Bucket
 from ..state import CompressorState
 from .row import NUM_VALUES, RecordedBucket, Source, measure, relative_errors, step_values
 
-Log = Callable[[int, dict[str, float]], Any]
 # This many rows share one tensor, so that the device's memory isn't split into small allocations.
 _BLOCK_ROWS = 64
 
@@ -176,7 +175,7 @@ class Recorder:
         """
         return [row.as_dict() for row in list(self._rows)]
 
-    def flush(self, log: Log) -> None:
+    def flush(self, log: Callable[[int, dict[str, float]], Any]) -> None:
         """Call log(step, {name: value}) for every recorded step, oldest first, and delete the rows.
 
         The step as a whole has the names "gradcomp/rate", "gradcomp/relative_error" and others. Its buckets
@@ -185,12 +184,9 @@ class Recorder:
         rows = self.rows()
         for step, values in step_values(rows):
             log(step, values)
-        self._forget(len(rows))
+        for _ in range(min(len(rows), len(self._rows))):
+            self._rows.popleft()
 
     def forget_step(self, step: int) -> None:
         """Delete the rows of this step and later ones. Rows that are flushed stay."""
         self._rows = deque((row for row in self._rows if row.step < step), self._rows.maxlen)
-
-    def _forget(self, num_rows: int) -> None:
-        for _ in range(min(num_rows, len(self._rows))):
-            self._rows.popleft()

@@ -183,32 +183,24 @@ def step_values(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str,
 
 
 def whole_step(buckets: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a step's bytes, rate, norms and relative error, with all its buckets as one vector."""
-    gradient_bytes = sum(row["gradient_bytes"] for row in buckets)
-    sent_bytes = sum(row["sent_bytes"] for row in buckets)
-    relative_error = _of_all_buckets(buckets)
-    return {
-        "gradient_bytes": gradient_bytes,
-        "sent_bytes": sent_bytes,
-        "rate": gradient_bytes / sent_bytes if sent_bytes else None,
-        "relative_error": relative_error,
-        "energy_kept": None if relative_error is None else 1.0 - relative_error * relative_error,
-        **{name: _length([row[name] for row in buckets]) for name in _OF_STEP},
+    """Return a step's bytes, rate, norms and relative error, with all its buckets as one vector.
+
+    A norm is None if a bucket's is.
+    """
+    found: dict[str, Any] = {
+        name: sum(row[name] for row in buckets) for name in ("gradient_bytes", "sent_bytes")
     }
-
-
-def _of_all_buckets(buckets: Sequence[dict[str, Any]]) -> float | None:
-    """Return the relative error of all buckets as one vector; None if a bucket's value is unknown."""
-    if not any(row["compressed"] for row in buckets):
-        return 0.0
-    whole = _length([row["mean_norm"] for row in buckets])
-    if whole is None:
-        return None
-    error = math.hypot(*(row["relative_error"] * row["mean_norm"] for row in buckets if row["mean_norm"]))
-    return error / whole if whole else 0.0
-
-
-def _length(norms: Sequence[float | None]) -> float | None:
-    """Return the norm of a vector from the norms of its parts; None if a norm is unknown."""
-    known = [norm for norm in norms if norm is not None]
-    return math.hypot(*known) if len(known) == len(norms) else None
+    for name in ("mean_norm", *_OF_STEP):
+        norms = [row[name] for row in buckets if row[name] is not None]
+        found[name] = math.hypot(*norms) if len(norms) == len(buckets) else None
+    whole, error = found.pop("mean_norm"), None
+    if whole is not None or not any(row["compressed"] for row in buckets):
+        lost = (row["relative_error"] * row["mean_norm"] for row in buckets if row["mean_norm"])
+        error = math.hypot(*lost) / whole if whole else 0.0
+    rate = found["gradient_bytes"] / found["sent_bytes"] if found["sent_bytes"] else None
+    return {
+        **found,
+        "rate": rate,
+        "relative_error": error,
+        "energy_kept": None if error is None else 1.0 - error**2,
+    }
