@@ -14,17 +14,14 @@ from gradcomp.compress import Compressor, CompressorState, Recorder
 from gradcomp.fsdp import compress_reduce_scatter
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.default_hooks import bf16_compress_wrapper
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import run_ranks as run_simulated
 from tests.kept import entries_in
+from tests.training import power_sgd
 
 SHAPES = [(12, 20), (9,), (21, 12), (12, 20)]
 STEPS, REFUSED = 7, (1, 2, 4, 6)  # a plain step, the first compressed one, a usual one, one before a failure
-
-
-def power_sgd(group=None, **options):
-    return PowerSGDState(group, 2, start_powerSGD_iter=2, **options)
 
 
 def quantization(bits, **options):
@@ -58,7 +55,7 @@ KINDS = {
     "int8": quantization(8),
     "int4 with nodes": quantization(4, ranks_per_node=2),
     "PowerSGD": power_sgd,
-    "PowerSGD of rank 1": lambda group=None: PowerSGDState(group, 1, start_powerSGD_iter=2),
+    "PowerSGD of rank 1": lambda group=None: power_sgd(group, rank=1),
     "cold start": lambda group=None: power_sgd(group, warm_start=False),
     "no error feedback": lambda group=None: power_sgd(group, use_error_feedback=False),
     "int8 factors after 4 bits": lambda group=None: power_sgd(group, factor_dtype=torch.int8, start_bits=4),

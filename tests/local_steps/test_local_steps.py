@@ -1,7 +1,6 @@
 """LocalSteps against the algorithms written out, in fragments, with delays, joins and checkpoints."""
 
 import copy
-import io
 import re
 from functools import partial
 from itertools import accumulate, product
@@ -16,6 +15,7 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradcomp.local_steps import LocalSteps
 from gradcomp.testing import run_ranks
 from tests.depth import mixed
+from tests.hooks.powersgd_runs import reload
 from tests.local_steps.runs import hooked, nesterov
 from tests.training import train
 
@@ -172,12 +172,6 @@ def test_a_delayed_exchange_keeps_what_was_learned_meanwhile():
 
 @pytest.mark.parametrize(("name", "hook"), mixed(list(OPTIONS), ["bf16", "int4", "PowerSGD"]))
 def test_a_resumed_run_has_equal_bits(name, hook):
-    def reload(value):
-        file = io.BytesIO()
-        torch.save(value, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
     def run(rank, group):
         each, again = (Run(rank, group, nesterov, seed, hook, **OPTIONS[name]) for seed in (0, 7))
         each.steps(0, 19)
