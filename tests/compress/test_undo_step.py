@@ -18,7 +18,7 @@ from gradcomp.hooks.powerSGD_hook import batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import run_ranks as run_simulated
 from tests.kept import entries_in
-from tests.training import power_sgd
+from tests.training import Averaged, power_sgd
 
 SHAPES = [(12, 20), (9,), (21, 12), (12, 20)]
 STEPS, REFUSED = 7, (1, 2, 4, 6)  # a plain step, the first compressed one, a usual one, one before a failure
@@ -290,19 +290,6 @@ HOOKS = {
     ),
     "auto": (lambda: AutoState(candidates=["int8", "int4"], start_iter=2, clock=lambda: 0.0), auto_hook),
 }
-LOOPS = {
-    "torch's DDP": lambda model, state, hook: registered(
-        nn.parallel.DistributedDataParallel(model), state, hook
-    ),
-    "wrapper": lambda model, state, hook: registered(
-        gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.001), state, hook
-    ),
-    "broken off": lambda model, state, hook: registered(
-        gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.001), state, hook
-    ),
-    "average_": lambda model, state, hook: model,
-    "FSDP2": lambda model, state, hook: sharded(model, state),
-}
 CASES = [
     *(("torch's DDP", hook) for hook in HOOKS),
     *(("wrapper", "PowerSGD"), ("broken off", "int4"), ("broken off", "PowerSGD"), ("average_", "int4")),
@@ -310,15 +297,15 @@ CASES = [
 ]
 
 
-def registered(ddp, state, hook):
-    ddp.register_comm_hook(state, hook)
-    return ddp
-
-
-def sharded(model, state):
-    fully_shard(model)
-    compress_reduce_scatter(model, state)
-    return model
+def averaged(loop, model, state, hook):
+    """Return the forward of the model, averaged as in this loop; in "average_" run() does it, by keys."""
+    if loop == "FSDP2":
+        fully_shard(model)
+        compress_reduce_scatter(model, state)
+        return model
+    way = {"torch's DDP": "torch", "average_": "none"}.get(loop, "gradcomp")
+    options = {"bucket_cap_mb": 0.001} if way == "gradcomp" else {}
+    return Averaged(model, way, hook, state, **options)
 
 
 def run(rank, loop, hook_name, refuses):
@@ -327,7 +314,7 @@ def run(rank, loop, hook_name, refuses):
     make, hook = HOOKS[hook_name]
     state, gradients = make(), []
     state.keep_undo = True
-    forward = LOOPS[loop](model, state, hook)
+    forward = averaged(loop, model, state, hook)
     first = next(iter(model.parameters()))
 
     def backward(number, scale=1.0, breaks=False):
@@ -338,7 +325,7 @@ def run(rank, loop, hook_name, refuses):
             (scale * forward(torch.randn(8, 32, generator=generator)).square().mean()).backward()
         except RefusedError:
             with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-                forward.finalize_backward()
+                forward.averager.finalize_backward()
         finally:
             if handle is not None:
                 handle.remove()
