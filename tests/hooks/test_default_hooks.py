@@ -1,7 +1,9 @@
-"""Test the default hooks on torch's DDP with real processes: averages, replicas, options."""
+"""Test the default hooks on torch's DDP with real processes: averages, replicas, options, a lost peer."""
 
 import copy
+import os
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.hooks import debugging_hooks, default_hooks
 from tests.depth import mixed
 from tests.devices import device_of_rank
+from tests.ranks import RankError
 from tests.reducer.models import run_cases
 from tests.tolerances import average
 from tests.training import drawn, gradients_of
@@ -160,3 +163,20 @@ def test_hooks_run_the_triton_kernels_too(run_ranks):
     """Interpreted kernels, called from backward and communication threads, compute the same averages."""
     cases = [(hook, {}) for hook in ("allreduce", "fp16", "bf16 around fp16")]
     assert_all_average(run_ranks(run_cases, 2, local_and_averaged, cases, interpret=True), cases)
+
+
+def lose_the_peer(rank, hook_name):
+    model = DistributedDataParallel(nn.Linear(3, 2).to(device_of_rank()))
+    model.register_comm_hook(None, HOOKS[hook_name])
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(1, 3, device=device_of_rank())).sum().backward()
+    raise AssertionError(f"backward raised: {error.value}")
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "bf16 around fp16"])
+def test_a_lost_peer_surfaces_from_backward(run_ranks, hook):
+    """Rank 1 dies before its backward; rank 0's backward raises instead of hanging."""
+    with pytest.raises(RankError, match=r"backward raised: .*Connection (reset|closed) by peer"):
+        run_ranks(lose_the_peer, 2, hook, timeout_s=30)

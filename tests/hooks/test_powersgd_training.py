@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("world_size", CASES)
 def test_replicas_stay_equal(run_ranks, world_size):
     """Replicas stay equal with many buckets in flight; torch's hook dies with two."""
