@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,14 @@ def run_module(*arguments: str, **environment: str) -> "subprocess.CompletedProc
     return run_python(
         "-m", *arguments, stderr=subprocess.STDOUT, **({"CUDA_VISIBLE_DEVICES": ""} | environment)
     )
+
+
+def refusal(capsys: pytest.CaptureFixture[str], parse: Callable[..., object], arguments: list[str]) -> str:
+    """Return what a command says on stderr when it refuses its arguments, with status 2."""
+    with pytest.raises(SystemExit) as end:
+        parse(arguments)
+    assert end.value.code == 2
+    return capsys.readouterr().err
 
 
 def descendants(pid: int) -> set[int]:

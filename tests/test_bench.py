@@ -16,7 +16,7 @@ from torch import nn
 
 from gradcomp import bench
 from gradcomp.__main__ import main
-from tests.programs import ROOT, TORCHRUN, run_module, run_python, users_environment
+from tests.programs import ROOT, TORCHRUN, refusal, run_module, run_python, users_environment
 
 QUICK = ["--cpu", "--model", "tests.test_bench:tiny", "--bucket-cap-mb", "0.02", "--hook", "int4"]
 END_S = 30
@@ -126,10 +126,7 @@ def test_noop_takes_turns_with_steps_that_communicate(monkeypatch):
 def test_bad_arguments_start_nothing(capsys, monkeypatch, arguments, message):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit) as end:
-        main(["bench", *arguments])
-    assert end.value.code == 2
-    said = capsys.readouterr().err
+    said = refusal(capsys, main, ["bench", *arguments])
     assert message in said
     assert said.count("\n") == 1
 
@@ -143,10 +140,7 @@ def test_of_several_ranks_one_speaks(capsys, monkeypatch, rank, arguments, messa
     monkeypatch.setattr(bench, "GRACE_S", 0)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as end:
-        main(["bench", *arguments])
-    assert end.value.code == 2
-    assert capsys.readouterr().err.count(message) == (rank == "0")
+    assert refusal(capsys, main, ["bench", *arguments]).count(message) == (rank == "0")
 
 
 @pytest.mark.parametrize(

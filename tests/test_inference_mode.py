@@ -19,6 +19,7 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradcomp.local_steps import LocalSteps
 from gradcomp.reducer import GradBucket, Reducer
 from tests.fsdp.models import new_grid
+from tests.test_defaults import drawn
 
 HOOKS = {
     "none": (lambda: None, None),
@@ -29,11 +30,6 @@ HOOKS = {
     "batched, int8": (partial(PowerSGDState, None, 2, 2, factor_dtype=torch.int8), batched_powerSGD_hook),
     "auto": (partial(AutoState, None, ("int4", "powersgd:2"), start_iter=2), auto_hook),
 }
-
-
-def drawn(shape, *key):
-    seed = sum(part * 101**place for place, part in enumerate(key))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def in_average(name, rank, mode):

@@ -219,6 +219,8 @@ CASES = [
     ),
     ("plain torch", POWERSGD, None, FP32, 2, {"matrix_approximation_rank": 4, "min_compression_rate": 0.5}),
     ("plain torch", POWERSGD, None, FP32, 2, {"min_compression_rate": 30}),
+    # Above min(n, m) of most matrices.
+    ("plain torch", POWERSGD, None, FP32, 2, {"matrix_approximation_rank": 64, "min_compression_rate": 0.1}),
 ]
 
 

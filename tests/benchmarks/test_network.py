@@ -18,7 +18,7 @@ from benchmarks.network.router import Timetable
 from benchmarks.network.workloads import WORKLOADS
 from benchmarks.records import read
 from tests.depth import everyday
-from tests.programs import ROOT, descendants, is_running, run_module, users_environment
+from tests.programs import ROOT, descendants, is_running, refusal, run_module, users_environment
 
 MLP_BYTES = 4 * 1_863_690
 PACKET_BYTES = 1_000
@@ -252,10 +252,7 @@ def test_missing_rights_are_named(monkeypatch, tmp_path, capsys):
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as end:
-        network.main(arguments)
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(capsys, network.main, arguments)
 
 
 def chosen(*arguments):

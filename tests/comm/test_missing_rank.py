@@ -5,6 +5,7 @@ import json
 import os
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from gradcomp.hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import (
     QuantizationState,
     quantization_hook,
@@ -31,6 +32,7 @@ from gradcomp.hooks.quantization_hooks import (
     quantization_pertensor_hook,
 )
 from gradcomp.reducer import Reducer
+from tests import training
 from tests.fsdp.models import Exact, new_grid, sharded
 from tests.ranks import RankError
 
@@ -45,8 +47,7 @@ def users_hook(_, bucket):
     return future
 
 
-def power_sgd(start=2, **options):
-    return PowerSGDState(None, 2, start_powerSGD_iter=start, min_compression_rate=1, **options)
+power_sgd = partial(training.power_sgd, min_compression_rate=1)
 
 
 HOOKS = {
@@ -59,8 +60,8 @@ HOOKS = {
     "8 bits": (lambda: QuantizationState(bits=8), quantization_hook),
     "8 bits, plain start": (lambda: QuantizationState(bits=8, start_iter=100), quantization_hook),
     "PowerSGD": (power_sgd, powerSGD_hook),
-    "PowerSGD, plain start": (lambda: power_sgd(100), powerSGD_hook),
-    "PowerSGD, quantized start": (lambda: power_sgd(100, start_bits=8), powerSGD_hook),
+    "PowerSGD, plain start": (lambda: power_sgd(start=100), powerSGD_hook),
+    "PowerSGD, quantized start": (lambda: power_sgd(start=100, start_bits=8), powerSGD_hook),
     "PowerSGD, int8 factors": (lambda: power_sgd(factor_dtype=torch.int8), powerSGD_hook),
     "PowerSGD, batched": (power_sgd, batched_powerSGD_hook),
     "compressor": (lambda: CompressorState(Exact), compress_hook),

@@ -18,12 +18,9 @@ from gradcomp.hooks.quantization_hooks import (
 from tests.depth import mixed
 from tests.hooks.powersgd_runs import Messages
 from tests.kept import entry_of
+from tests.training import Given, power_sgd
 
 SIZE, BEFORE, AFTER = 32, 4, 40
-
-
-def power_sgd(**options):
-    return PowerSGDState(None, 2, start_powerSGD_iter=2, **options)
 
 
 KINDS = {
@@ -36,29 +33,21 @@ KINDS = {
 }
 
 
-class Weight(nn.Module):
-    """This model's gradient is its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(SIZE, SIZE))
-
-    def forward(self, gradient):
-        return (self.weight * gradient).sum()
-
-
 def gradient_of(rank, step):
     return torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def average(ddp, rank, step):
     ddp.zero_grad()
-    ddp(gradient_of(rank, step)).backward()
-    return ddp.module.weight.grad.clone()
+    ddp([gradient_of(rank, step)]).backward()
+    return ddp.module.weights[0].grad.clone()
 
 
-def error_in(state):
-    return lambda weight: entry_of(state, weight)["error"].double()
+def error_of(state, model):
+    """Return the model's error; zeros without a state."""
+    if state is None:
+        return torch.zeros(SIZE, SIZE)
+    return entry_of(state, model.weights[0])["error"].double()
 
 
 def shrink(rank, library, store_path):
@@ -69,7 +58,7 @@ def shrink(rank, library, store_path):
     """
     found, kept = {}, []
     for name, (make, hook) in KINDS.items():
-        model, state = Weight(), make()
+        model, state = Given((SIZE, SIZE)), make()
         ddp = library(model)
         ddp.register_comm_hook(state, hook)
         for step in range(BEFORE):
@@ -86,14 +75,13 @@ def shrink(rank, library, store_path):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
         pair = None
     for name, model, state, hook in kept:
-        error = torch.zeros(SIZE, SIZE) if state is None else error_in(state)(model.weight)
+        error = error_of(state, model)
         if state is not None and pair is not None:
             state.process_group = pair
         ddp = library(model, process_group=pair)
         ddp.register_comm_hook(pair if state is None else state, hook)
         outputs = [average(ddp, rank, BEFORE + step) for step in range(AFTER)]
-        left = torch.zeros(SIZE, SIZE) if state is None else error_in(state)(model.weight)
-        found[name] = torch.stack(outputs), error, left
+        found[name] = torch.stack(outputs), error, error_of(state, model)
     return found
 
 
@@ -126,7 +114,7 @@ def merge_and_copy(rank):
             template.process_group = half
             state, ddp = (
                 duplicate(template),
-                nn.parallel.DistributedDataParallel(Weight(), process_group=half),
+                nn.parallel.DistributedDataParallel(Given((SIZE, SIZE)), process_group=half),
             )
             ddp.register_comm_hook(state, hook)
             out = torch.stack([average(ddp, rank, step) for step in range(AFTER)])

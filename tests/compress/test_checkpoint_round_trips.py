@@ -1,6 +1,7 @@
 """Every state, in every dtype, saved and loaded in every way, continues like the state that was saved."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from gradcomp.compress import (
 )
 from gradcomp.frameworks import CommHook
 from gradcomp.hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wrapper
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests import training
 from tests.compress.test_new_compressor import TopK, TopKOptions
 from tests.depth import everyday
 from tests.hooks.powersgd_oracle import random_gradient
@@ -29,8 +31,7 @@ SHAPES = [(24, 40), (7,), (16, 3, 3, 3), (30, 20)]
 START = 2
 
 
-def power_sgd(**options):
-    return PowerSGDState(None, 2, start_powerSGD_iter=START, min_compression_rate=1.2, **options)
+power_sgd = partial(training.power_sgd, start=START, min_compression_rate=1.2)
 
 
 def quantization(bits):

@@ -1,7 +1,6 @@
 """The compressor of docs/new_compressor.md is all that a user writes; the state provides everything else."""
 
 import copy
-import io
 import re
 from pathlib import Path
 
@@ -37,14 +36,6 @@ TopK, TopKOptions = documented()
 
 def new_state(group=None, density=0.25, **settings):
     return CompressorState(TopK, TopKOptions(density), group, **settings)
-
-
-def reload(state_dict):
-    """Save and load with torch.save and torch.load's safe default."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file)
 
 
 def test_it_is_short():

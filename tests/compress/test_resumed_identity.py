@@ -18,6 +18,7 @@ from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_runs import Messages, reload
 from tests.kept import entry_of
+from tests.training import Given
 
 NUM_LAYERS, SIZE, STEPS = 8, 24, 6
 HOOKS = {
@@ -25,17 +26,6 @@ HOOKS = {
     "int4": (lambda: QuantizationState(bits=4, block_size=32), quantization_hook),
 }
 SMALL, LARGE = 0.005, 25  # MB: two layers per bucket, or all layers in one
-
-
-class Layers(nn.Module):
-    """This model's layers have one shape. Its inputs are their gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(SIZE, SIZE)) for _ in range(NUM_LAYERS))
-
-    def forward(self, gradients):
-        return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=True))
 
 
 def register(model, how, state, hook, cap, find_unused):
@@ -57,7 +47,7 @@ def register(model, how, state, hook, cap, find_unused):
 
 def train(rank, state, hook, steps, run):
     """Train with zero weights; return, by layer, Σ mean gradients, Σ averages, and this rank's errors."""
-    model = Layers()
+    model = Given(*[(SIZE, SIZE)] * NUM_LAYERS)
     ddp, _reducer = register(model, run[0], state, hook, *run[1:])
     given, out = torch.zeros(2, NUM_LAYERS, SIZE, SIZE, dtype=torch.float64)
     for step in steps:

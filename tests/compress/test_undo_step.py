@@ -14,17 +14,14 @@ from gradcomp.compress import Compressor, CompressorState, Recorder
 from gradcomp.fsdp import compress_reduce_scatter
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.default_hooks import bf16_compress_wrapper
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import run_ranks as run_simulated
 from tests.kept import entries_in
+from tests.training import Averaged, power_sgd
 
 SHAPES = [(12, 20), (9,), (21, 12), (12, 20)]
 STEPS, REFUSED = 7, (1, 2, 4, 6)  # a plain step, the first compressed one, a usual one, one before a failure
-
-
-def power_sgd(group=None, **options):
-    return PowerSGDState(group, 2, start_powerSGD_iter=2, **options)
 
 
 def quantization(bits, **options):
@@ -58,7 +55,7 @@ KINDS = {
     "int8": quantization(8),
     "int4 with nodes": quantization(4, ranks_per_node=2),
     "PowerSGD": power_sgd,
-    "PowerSGD of rank 1": lambda group=None: PowerSGDState(group, 1, start_powerSGD_iter=2),
+    "PowerSGD of rank 1": lambda group=None: power_sgd(group, rank=1),
     "cold start": lambda group=None: power_sgd(group, warm_start=False),
     "no error feedback": lambda group=None: power_sgd(group, use_error_feedback=False),
     "int8 factors after 4 bits": lambda group=None: power_sgd(group, factor_dtype=torch.int8, start_bits=4),
@@ -293,19 +290,6 @@ HOOKS = {
     ),
     "auto": (lambda: AutoState(candidates=["int8", "int4"], start_iter=2, clock=lambda: 0.0), auto_hook),
 }
-LOOPS = {
-    "torch's DDP": lambda model, state, hook: registered(
-        nn.parallel.DistributedDataParallel(model), state, hook
-    ),
-    "wrapper": lambda model, state, hook: registered(
-        gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.001), state, hook
-    ),
-    "broken off": lambda model, state, hook: registered(
-        gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.001), state, hook
-    ),
-    "average_": lambda model, state, hook: model,
-    "FSDP2": lambda model, state, hook: sharded(model, state),
-}
 CASES = [
     *(("torch's DDP", hook) for hook in HOOKS),
     *(("wrapper", "PowerSGD"), ("broken off", "int4"), ("broken off", "PowerSGD"), ("average_", "int4")),
@@ -313,15 +297,15 @@ CASES = [
 ]
 
 
-def registered(ddp, state, hook):
-    ddp.register_comm_hook(state, hook)
-    return ddp
-
-
-def sharded(model, state):
-    fully_shard(model)
-    compress_reduce_scatter(model, state)
-    return model
+def averaged(loop, model, state, hook):
+    """Return the forward of the model, averaged as in this loop; in "average_" run() does it, by keys."""
+    if loop == "FSDP2":
+        fully_shard(model)
+        compress_reduce_scatter(model, state)
+        return model
+    way = {"torch's DDP": "torch", "average_": "none"}.get(loop, "gradcomp")
+    options = {"bucket_cap_mb": 0.001} if way == "gradcomp" else {}
+    return Averaged(model, way, hook, state, **options)
 
 
 def run(rank, loop, hook_name, refuses):
@@ -330,7 +314,7 @@ def run(rank, loop, hook_name, refuses):
     make, hook = HOOKS[hook_name]
     state, gradients = make(), []
     state.keep_undo = True
-    forward = LOOPS[loop](model, state, hook)
+    forward = averaged(loop, model, state, hook)
     first = next(iter(model.parameters()))
 
     def backward(number, scale=1.0, breaks=False):
@@ -341,7 +325,7 @@ def run(rank, loop, hook_name, refuses):
             (scale * forward(torch.randn(8, 32, generator=generator)).square().mean()).backward()
         except RefusedError:
             with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
-                forward.finalize_backward()
+                forward.averager.finalize_backward()
         finally:
             if handle is not None:
                 handle.remove()

@@ -1,5 +1,7 @@
 """Test that errors have the gradients' own unit, whatever FSDP2 divides gradients by, and when."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.compress import consolidated_state_dict
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
 from gradcomp.fsdp.param_groups import param_groups_of
-from gradcomp.hooks.powerSGD_hook import PowerSGDState
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.fsdp.models import RANKS, Terms, by_parameter, new_grid
 from tests.reducer.models import run_cases
+from tests.training import power_sgd
 
 SHAPES = ((48, 32), (48,))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,19 +89,16 @@ def add_up(rank, form, dtype, factors, make_state):
     return (left - error).abs().max().item(), error.abs().max().item()
 
 
-def power_sgd(group):
-    return PowerSGDState(group, 2, 2, min_compression_rate=1)
-
-
+POWER_SGD = partial(power_sgd, min_compression_rate=1)
 CASES = [
     *(("shards", dtype, (None,), int4) for dtype in DTYPES),
     ("shards", "fp16", FACTORS, int4),
     ("shards", "fp32", FACTORS, int4),
     ("shards of HSDP", "fp16", (6.0,), int4),
     *(("replicas", dtype, (None,), int4) for dtype in DTYPES),
-    ("replicas", "fp16", FACTORS, power_sgd),
+    ("replicas", "fp16", FACTORS, POWER_SGD),
     ("replicas", "fp32", FACTORS, int4),
-    ("shards and replicas", "fp32", (None,), power_sgd),
+    ("shards and replicas", "fp32", (None,), POWER_SGD),
     ("shards and replicas", "fp16", FACTORS, int4),
 ]
 

@@ -13,7 +13,6 @@ from tests.kept import directions_in, error_in
 from tests.ranks import simulate as simulate
 
 START = 2
-MODULES = {"gradcomp": powerSGD_hook, "torch": torch_powersgd}
 # Convolutions, vectors, small, tall and wide tensors, and three tensors of one shape, not side by side.
 SHAPES = (
     *((64, 48), (7,), (16, 3, 3, 3), (64, 48), (5,), (2, 3), (200, 10), (10, 300), (33, 65)),
@@ -98,21 +97,6 @@ def run_steps(state, rank, steps, shapes=FEW_SHAPES, hook="powerSGD", dtype=torc
     """Run the hook once per step, on new parameters each time; the state takes them for a new model's."""
     gradients = [random_gradient(shapes, rank, step, dtype) for step in steps]
     return [HOOKS[hook](state, Bucket(gradient, shapes)).wait() for gradient in gradients]
-
-
-def steps_of_ours(rank, hook_name, options, shapes, num_steps, dtype):
-    """Return (gradient, (error, Q) before, output, (error, Q) after) of num_steps compressed steps."""
-    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=START, **options)
-    for step in range(START):
-        HOOKS[hook_name](state, Bucket(random_gradient(shapes, rank, step, dtype), shapes)).wait()
-    results, before = [], None
-    for step in range(num_steps):
-        gradient = random_gradient(shapes, rank, START + step, dtype)
-        output = HOOKS[hook_name](state, Bucket(gradient.clone(), shapes)).wait()
-        after = (error_in(state), directions_in(state))
-        results.append((gradient, before, output, after))
-        before = after
-    return results
 
 
 def continued_from(theirs, shapes, **options):

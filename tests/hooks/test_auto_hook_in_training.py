@@ -1,7 +1,6 @@
 """auto_hook wherever hooks are registered, on real ranks: all ranks choose alike, and replicas stay equal."""
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from gradcomp.compress import consolidated_state_dict
@@ -10,32 +9,23 @@ from gradcomp.fsdp import compress_replicas
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from tests.fsdp.models import RANKS, batch_of, new_grid, sharded, weights
 from tests.reducer.models import run_cases
-from tests.training import Averaged, parameters_of, train
+from tests.training import Averaged, Layers, drawn, parameters_of, train
 
 CANDIDATES = ("none", "int4", "powersgd:2:int8")
 OPTIONS = {"candidates": CANDIDATES, "start_iter": 2, "steps_per_turn": 3, "rounds": 2}
 STEPS = 26  # 2 plain ones, at most 18 of the trial
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 200), nn.Tanh(), nn.Linear(200, 200), nn.Tanh(), nn.Linear(200, 3))
-
-
-def batch(rank, step):
-    generator = torch.Generator().manual_seed(97 * rank + step)
-    return torch.randn(16 + step % 3, 12, generator=generator)
-
-
 def loss_of(model, rank, step):
-    x = batch(rank, step)
+    x = drawn(16 + step % 3, 12, rank=rank, step=step)
     return (model(x) - x[:, :3].sin()).square().mean()
 
 
 def averaged(way, state):
     """Return the model, averaged in this way. CommHook registers on torch's DDP."""
-    hook = None if way == "CommHook" else auto_hook
-    model = Averaged(net(), "torch" if way == "CommHook" else way, hook, state, bucket_cap_mb=0.05)
+    torch.manual_seed(0)
+    net, hook = Layers(12, 200, 200, 3), None if way == "CommHook" else auto_hook
+    model = Averaged(net, "torch" if way == "CommHook" else way, hook, state, bucket_cap_mb=0.05)
     if way == "CommHook":
         CommHook(state, auto_hook).register(model.averager)
     return model

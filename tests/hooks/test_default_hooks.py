@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +27,6 @@ HOOKS = {
     "noop": debugging_hooks.noop_hook,
     "torch's allreduce": torch_default.allreduce_hook,
     "torch's fp16": torch_default.fp16_compress_hook,
-    "torch's noop": torch_debugging.noop_hook,
     "none": None,
 }
 # hook -> the dtypes that it rounds a gradient to
@@ -64,23 +62,26 @@ def backward(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.
     loss_of(model, rank, step, dtype).backward()
 
 
-def local_and_averaged(rank, hook_name, options, dtype=torch.float32):
-    """Return [(local gradients, DDP's gradients)] by step, and the buckets' indices in averaging order."""
+def local_and_averaged(rank, hook, options, dtype=torch.float32, state=None, num_steps=STEPS):
+    """Return [(local gradients, DDP's gradients)] by step, and the buckets' indices in averaging order.
+
+    hook: a hook, or its name in HOOKS.
+    """
     torch.manual_seed(0)
     unused = options.get("find_unused_parameters", False)
     local = Net(unused).to(device_of_rank(), dtype)
     model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.02, **options)
     order = []
-    hook = HOOKS[hook_name]
+    hook = HOOKS[hook] if isinstance(hook, str) else hook
     if hook is not None:
 
         def recorded(state, bucket):
             order.append(bucket.index())
             return hook(state, bucket)
 
-        model.register_comm_hook(None, recorded)
+        model.register_comm_hook(state, recorded)
     results = []
-    for step in range(STEPS):
+    for step in range(num_steps):
         local.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
         backward(local, rank, step, dtype)
@@ -118,14 +119,18 @@ CASES = [
 ]
 
 
+def assert_in_order(order):
+    buckets = max(order) + 1
+    assert buckets >= 5, "too few buckets to have several in flight"
+    assert order[-buckets:] == list(range(buckets))
+
+
 def assert_all_average(ranks, cases):
     for (hook, _, *dtype), results in zip(cases, zip(*ranks, strict=True), strict=True):
         rounded_to = ROUNDED_TO[hook] if dtype in ([], [torch.float32]) else [*dtype, *ROUNDED_TO[hook]]
         assert_averages(results, rounded_to)
         for _, order in results:
-            buckets = max(order) + 1
-            assert buckets >= 5, "too few buckets to have several in flight"
-            assert order[-buckets:] == list(range(buckets))
+            assert_in_order(order)
 
 
 def test_hooks_average(run_group):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.hooks.powersgd_oracle import compressed, positions, relative
-from tests.hooks.powersgd_runs import SHAPES, simulate, step_of_both, steps_of_ours
+from tests.hooks.powersgd_runs import SHAPES, simulate, step_of_both
 from tests.tolerances import EPSILON_STEP, ONE_STEP
 
 
@@ -33,26 +33,3 @@ def test_one_step_with_epsilon_as_torchs(rank):
 
 def test_min_compression_rate():
     assert len(compressed(SHAPES, 4, 0.5)) > len(compressed(SHAPES, 4)) > len(compressed(SHAPES, 2, 30)) > 0
-
-
-def test_rank_above_the_matrix():
-    """With a rank above min(n, m), P Qᵀ is the mean itself, and there is no error."""
-    shapes = ((3, 40), (40, 3), (5, 5), (1, 9), (9, 1), (4,))
-    options = {"matrix_approximation_rank": 64, "min_compression_rate": 0.1}
-    assert len(compressed(shapes, 64, 0.1)) == 5
-    ranks = simulate(steps_of_ours, 2, "powerSGD", options, shapes, 3, torch.float32)
-    for step in range(3):
-        mean = torch.stack([results[step][0].double() for results in ranks]).mean(0)
-        for results in ranks:
-            _, _, output, (_, directions) = results[step]
-            assert relative(output, mean + owed_before(ranks, step)) <= ONE_STEP
-            assert [tuple(direction.shape) for direction in directions] == [
-                *((40, 3), (3, 3), (5, 5), (9, 1), (1, 1))
-            ]
-
-
-def owed_before(ranks, step):
-    """Return the ranks' mean error before a step. The output may hold it beside the mean gradient."""
-    if step == 0:
-        return torch.zeros(ranks[0][0][0].numel(), dtype=torch.float64)
-    return torch.stack([results[step][1][0].double() for results in ranks]).mean(0)

@@ -11,12 +11,9 @@ import torch.distributed.checkpoint as dcp
 from gradcomp.hooks import powerSGD_hook
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import FEW_SHAPES, OTHER_SHAPES, START, Messages, equal, new_state, reload
-from tests.hooks.test_default_hooks import Net
-from tests.hooks.test_powersgd_resume import continue_training, make_trainer
 from tests.kept import directions_in, error_in
 from tests.ranks import of_all_ranks
 from tests.tolerances import MEAN_ERROR, ONE_STEP
-from tests.training import parameters_of
 
 NO_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 
@@ -38,14 +35,15 @@ def errors_of(state_dict):
     return error_in(state_dict).double()
 
 
-def consolidate(rank):
-    """Take steps, and consolidate without pickled collectives.
+def consolidate(rank, path):
+    """Take steps, save in torch's distributed checkpoint, and consolidate without pickled collectives.
 
     Returns (the sums of the steps, this rank's state_dict, the state_dict for all ranks).
     """
     state = new_state()
     sums = train(state, rank, range(START + 4))
     before = state.state_dict()
+    dcp.save({"app": {"powersgd": powerSGD_hook.per_rank_state_dict(state)}}, checkpoint_id=path)
     with pytest.MonkeyPatch.context() as patch:
         for name in NO_OBJECTS:
             patch.delattr(dist, name)
@@ -57,19 +55,26 @@ def consolidate(rank):
     return sums, before, merged
 
 
-def go_on(rank, saved):
-    """Load the state_dict and take steps; return their sums, the state_dict after them, and the log."""
-    state = new_state()
+def go_on(rank, saved, path):
+    """Load the state_dict and take steps; return their sums, the state_dict after them, and the log.
+
+    Checks that torch's distributed checkpoint loads the same.
+    """
+    state, other = new_state(), new_state(matrix_approximation_rank=1)
     with Messages() as said:
+        powerSGD_hook.load_from_dcp(other, path, "app.powersgd")
         state.load_state_dict(saved)
+        loaded = other.state_dict()
+        assert relative(errors_of(loaded), errors_of(saved)) <= MEAN_ERROR
+        assert all(loaded[name] == saved[name] for name in ("options", "iter"))
         sums = train(state, rank, range(50, 54))
     return sums, state.state_dict(), said
 
 
-def test_one_file_for_another_world_size(run_ranks):
+def test_one_checkpoint_for_another_world_size(run_ranks, tmp_path):
     """Σ outputs + mean error = Σ mean gradients, across the change."""
     before, after = 2, 3
-    first = run_ranks(consolidate, before)
+    first = run_ranks(consolidate, before, tmp_path)
     merged = first[0][2]
     assert all(equal(other, merged) for _, _, other in first)
     assert merged["errors_of"] == {"rank": None, "world_size": before}
@@ -80,7 +85,7 @@ def test_one_file_for_another_world_size(run_ranks):
     assert equal(directions_in(averaged), directions_in(own[0]))
     assert relative(errors_of(merged), errors_of(averaged)) <= MEAN_ERROR
     assert {**merged, "parameters": 0} == {**averaged, "parameters": 0}
-    second = run_ranks(go_on, after, reload(merged))
+    second = run_ranks(go_on, after, reload(merged), tmp_path)
     assert [said for *_, said in second] == [[]] * after, "a mean is everyone's"
     gradients = sum(torch.stack([sums[0] for sums, *_ in ranks]).mean(0) for ranks in (first, second))
     outputs = first[0][0][1] + second[0][0][1]
@@ -176,68 +181,22 @@ def test_one_ranks_errors_on_another_rank_are_noticed(run_ranks):
             assert silent == []
 
 
-def save_with_dcp(rank, path):
-    """Train, save, and train on; return the last parameters, and this rank's error when it saved."""
-    state = new_state()
-    model, optimizer, _ = make_trainer(rank, "powerSGD", state, Net, {})
-    continue_training(rank, model, optimizer, range(6))
-    entries = {
-        "model": model.state_dict(),
-        # Without a tuple, a fresh optimizer would get no momentum.
-        "optimizer": (optimizer.state_dict(),),
-        "app": {"powersgd": powerSGD_hook.per_rank_state_dict(state)},
-    }
-    dcp.save(entries, checkpoint_id=path / "good")
-    dcp.save({"powersgd": state}, checkpoint_id=path / "bad")
-    error = errors_of(state.state_dict())
-    continue_training(rank, model, optimizer, range(6, 10))
-    return parameters_of(model), error
-
-
-def load_with_dcp(rank, path):
-    """Load into a new model, and train on; return the last parameters, the loaded error, and the log."""
-    state = new_state(matrix_approximation_rank=1)
-    model, optimizer, _ = make_trainer(rank, "powerSGD", state, Net, {})
-    entries = {"model": model.state_dict(), "optimizer": ()}
-    dcp.load(entries, checkpoint_id=path / "good")
-    model.load_state_dict(entries["model"])
-    optimizer.load_state_dict(entries["optimizer"][0])
-    with Messages() as said:
-        powerSGD_hook.load_from_dcp(state, path / "good", "app.powersgd")
-        error = errors_of(state.state_dict())
-        continue_training(rank, model, optimizer, range(6, 10))
-    return parameters_of(model), error, said
-
-
 def load_wrongly_with_dcp(rank, path):
     messages = []
-    state = new_state()
+    saved, state = new_state(), new_state()
+    train(saved, rank, range(START + 2))
+    dcp.save({"powersgd": saved}, checkpoint_id=path)
     before = state.state_dict()
     with pytest.raises(ValueError, match="Likely cause") as error:
-        dcp.load({"powersgd": state}, checkpoint_id=path / "bad")
+        dcp.load({"powersgd": state}, checkpoint_id=path)
     messages.append(str(error.value))
     with pytest.raises(KeyError) as error:
-        powerSGD_hook.load_from_dcp(state, path / "bad")
+        powerSGD_hook.load_from_dcp(state, path)
     messages.append(str(error.value))
     return messages, equal(state.state_dict(), before)
 
 
-def test_torchs_distributed_checkpoint(run_ranks, tmp_path):
-    """With an equal number of ranks a run goes on where it was; with another, from the mean error.
-
-    A state's own state_dict raises an error with advice.
-    """
-    saved = run_ranks(save_with_dcp, 2, tmp_path)
-    for (parameters, error), (resumed, loaded, said) in zip(
-        saved, run_ranks(load_with_dcp, 2, tmp_path), strict=True
-    ):
-        assert torch.allclose(resumed, parameters, atol=1e-5)
-        assert torch.equal(loaded, error)
-        assert said == []
-    mean = torch.stack([error for _, error in saved]).mean(0)
-    for _, loaded, said in run_ranks(load_with_dcp, 3, tmp_path):
-        assert relative(loaded, mean) <= MEAN_ERROR
-        assert said == []
+def test_a_states_own_state_dict_in_torchs_distributed_checkpoint(run_ranks, tmp_path):
     for (filled, missing), unchanged in run_ranks(load_wrongly_with_dcp, 2, tmp_path):
         assert "save per_rank_state_dict(state), and load it with load_from_dcp" in filled
         assert "has no 'powersgd.rank 0 of 2': save {'powersgd': per_rank_state_dict(state)}" in missing

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gradcomp.comm import bucket as kept
 from gradcomp.comm import exchange
 from gradcomp.hooks import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from tests.hooks.powersgd_runs import reload
 
 HOOKS = [
     default_hooks.allreduce_hook,
@@ -90,13 +91,6 @@ class Built(OrderedDict):
         return OrderedDict, (), self.chosen
 
 
-def load(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def load_raw(opcodes):
     """Load these opcodes as the pickle in a file of torch.save's format."""
     file, archive = io.BytesIO(), io.BytesIO()
@@ -132,10 +126,10 @@ def test_a_file_cannot_run_a_hook(hook):
     for state in (None, torch.ones(1), Call(STATE, None, 1, 0, 2, False, False)):
         for bucket in (given, None, OrderedDict(buffer=given), Built(**methods), Call(STATE, None)):
             with pytest.raises(TypeError, match=r"takes a torch\.distributed\.GradBucket"):
-                load(Call(hook, state, bucket))
+                reload(Call(hook, state, bucket))
     assert given.tolist() == [1.0] * 6
     with pytest.raises(TypeError):
-        load(Call(hook))
+        reload(Call(hook))
 
 
 ODD = [
@@ -157,7 +151,7 @@ ODD = [
 @pytest.mark.parametrize("arguments", ODD, ids=str)
 def test_a_file_cannot_make_an_odd_state(arguments):
     with pytest.raises((TypeError, ValueError)):
-        load(Call(STATE, *arguments))
+        reload(Call(STATE, *arguments))
 
 
 def good_state_dict():
@@ -190,10 +184,7 @@ def test_a_file_cannot_build_an_odd_state(state):
 
 def test_a_quantization_state_is_loaded():
     state = QuantizationState(None, 8, 64, start_iter=3, uncompressed_dtype=torch.bfloat16)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded = torch.load(file)
+    loaded = reload(state)
     assert (loaded.options, loaded.start_iter) == (state.options, 3)
 
 

@@ -23,5 +23,9 @@ def hooked(name, group):
     return dict(zip(("hook", "state"), HOOKS[name](group), strict=True))
 
 
+def weights(model):
+    return [each.detach().clone() for each in model.parameters()]
+
+
 def nesterov(model):
     return torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)

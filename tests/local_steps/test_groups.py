@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradcomp.local_steps import LocalSteps
-from tests.local_steps.runs import hooked, nesterov
+from tests.local_steps.runs import hooked, nesterov, weights
 from tests.reducer.models import run_cases
 
 
@@ -36,10 +36,6 @@ def learn(model, local_steps, rank, numbers):
 
 def num_exchanges(local_steps):
     return local_steps.state_dict()["plain"][0]["num_exchanges"]
-
-
-def weights(model):
-    return [each.detach().clone() for each in model.parameters()]
 
 
 def lost_and_joined(rank, name, options):

@@ -1,7 +1,6 @@
 """LocalSteps against the algorithms written out, in fragments, with delays, joins and checkpoints."""
 
 import copy
-import io
 import re
 from functools import partial
 from itertools import accumulate, product
@@ -16,7 +15,8 @@ from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradcomp.local_steps import LocalSteps
 from gradcomp.testing import run_ranks
 from tests.depth import mixed
-from tests.local_steps.runs import hooked, nesterov
+from tests.hooks.powersgd_runs import reload
+from tests.local_steps.runs import hooked, nesterov, weights
 from tests.training import train
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -67,11 +67,7 @@ class Run:
 
     @property
     def weights(self):
-        return copies(self.model)
-
-
-def copies(model):
-    return [each.detach().clone() for each in model.parameters()]
+        return weights(self.model)
 
 
 def equal(ours, theirs):
@@ -105,7 +101,7 @@ def written_out(rank, group, num_outer, every):
 
     model = net()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    common = copies(model)
+    common = weights(model)
     momentum = [torch.zeros_like(each) for each in common]
     for outer in range(num_outer):
         steps = range(outer * every, (outer + 1) * every)
@@ -117,7 +113,7 @@ def written_out(rank, group, num_outer, every):
             velocity.mul_(0.9).add_(moved)
             before.sub_(moved + 0.9 * velocity, alpha=0.7)
             weight.data.copy_(before)
-    return copies(model)
+    return weights(model)
 
 
 def test_it_is_diloco():
@@ -172,12 +168,6 @@ def test_a_delayed_exchange_keeps_what_was_learned_meanwhile():
 
 @pytest.mark.parametrize(("name", "hook"), mixed(list(OPTIONS), ["bf16", "int4", "PowerSGD"]))
 def test_a_resumed_run_has_equal_bits(name, hook):
-    def reload(value):
-        file = io.BytesIO()
-        torch.save(value, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
     def run(rank, group):
         each, again = (Run(rank, group, nesterov, seed, hook, **OPTIONS[name]) for seed in (0, 7))
         each.steps(0, 19)

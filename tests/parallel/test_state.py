@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 import re
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import gradcomp
+from tests.hooks.powersgd_runs import reload
 from tests.parallel.beside_torch import assert_alike, assert_alike_in_groups, batch_of, flat, gradients
 from tests.ranks import of_all_ranks
 from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of, on_device, run_cases
@@ -118,13 +118,7 @@ def serialize(cls, rank, how):
     model = MLP()
     ddp = cls(model, bucket_cap_mb=CAP_MB)
     loss_of(ddp(batch_of(model, rank, 0))).backward()
-    if how == "deepcopy":
-        other = copy.deepcopy(ddp)
-    else:
-        file = io.BytesIO()
-        torch.save(ddp, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+    other = copy.deepcopy(ddp) if how == "deepcopy" else reload(ddp, weights_only=False)
     other.zero_grad()
     loss_of(other(batch_of(model, rank, 1))).backward()
     return gradients(other), list(other.state_dict())

@@ -8,7 +8,7 @@ from gradcomp.__main__ import main
 from gradcomp.command_line import bytes_per_s, shown_seconds
 from gradcomp.compress.announcement import shown_bytes
 from gradcomp.hooks.named_hooks import NAMES
-from tests.programs import ROOT, run_python
+from tests.programs import ROOT, refusal, run_python
 
 HERE = "tests.plan.test_plan_command"
 MODEL = ("--model", f"{HERE}:a_model")
@@ -199,10 +199,7 @@ def test_a_users_process():
 
 
 def test_an_unknown_command_is_refused(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["plam"])
-    assert end.value.code == 2
-    assert "invalid choice: 'plam'" in capsys.readouterr().err
+    assert "invalid choice: 'plam'" in refusal(capsys, main, ["plam"])
 
 
 def test_info_is_the_default(capsys):

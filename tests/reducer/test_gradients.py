@@ -1,99 +1,20 @@
-"""Test that the Reducer computes the gradients of torch's DDP, equal on every rank, in real processes."""
+"""Test the Reducer's averages: late, exact and unused gradients; tests/parallel compares with torch's DDP."""
 
 import copy
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
-from gradcomp.reducer import Reducer, broadcast_coalesced
+from gradcomp.reducer import Reducer
 from gradcomp.reducer import step as module_of_used_map
-from tests.parallel.beside_torch import (
-    TorchDDP,
-    assert_alike_in_groups,
-    assert_all_alike,
-    batch_of,
-    gradients,
-    train,
-)
 from tests.ranks import of_all_ranks
-from tests.reducer.models import (
-    CAP_MB,
-    HOOKS,
-    MLP,
-    STATIC,
-    UNUSED,
-    VIEW,
-    Branches,
-    loss_of,
-    make_reducer,
-    on_device,
-)
+from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, Branches, loss_of, make_reducer, on_device
 from tests.tolerances import average, backward_noise
 
 SLEEP_CYCLES = 50_000_000  # tens of milliseconds, more than a step takes
 
-GRID = [
-    *((model, {}) for model in ("MLP", "ConvNet", "Transformer", "Embeddings", "MixedDtypes")),
-    *((model, VIEW) for model in ("MLP", "ConvNet", "Transformer", "Embeddings", "MixedDtypes")),
-    *((model, UNUSED) for model in ("MLP", "Branches", "Embeddings")),
-    ("Branches", UNUSED | VIEW),
-    *((model, STATIC) for model in ("MLP", "Repeated", "Transformer")),
-    ("Repeated", STATIC | VIEW),
-]
 WIRES = {None: torch.float32, "allreduce": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class WithReducer(nn.Module):
-    """A module with a Reducer, under the names of the wrapper."""
-
-    def __init__(self, module, process_group=None, **options):
-        super().__init__()
-        self.module = module
-        broadcast_coalesced(module.parameters(), 0, process_group or dist.group.WORLD)
-        self.reducer = make_reducer(module, process_group=process_group, **options)
-        self.register_comm_hook, self.no_sync = self.reducer.register_comm_hook, self.reducer.no_sync
-
-    def forward(self, x):
-        outputs = self.module(x)
-        self.reducer.prepare_for_backward(outputs)
-        return outputs
-
-
-def with_reducer(cls, rank, name, options, hook=None):
-    return train(cls if cls is TorchDDP else WithReducer, rank, name, options, HOOKS.get(hook))[0]
-
-
-def accumulated(cls, rank, options, set_to_none):
-    """Take three steps, each of three backwards."""
-    torch.manual_seed(0)
-    model, results = on_device(MLP()), []
-    ddp = (cls if cls is TorchDDP else WithReducer)(model, bucket_cap_mb=CAP_MB, **options)
-    for step in range(3):
-        ddp.zero_grad(set_to_none=set_to_none)
-        for part in range(3):
-            with ddp.no_sync() if part < 2 else nullcontext():
-                loss_of(ddp(batch_of(model, rank, 10 * step + part))).backward()
-        results.append(gradients(model))
-    return results
-
-
-def test_gradients_are_those_of_torchs_ddp(run_group):
-    assert_alike_in_groups(run_group, with_reducer, GRID)
-    for hook in ("allreduce", "fp16", "bf16"):
-        cases = [("MLP", options, hook) for options in ({}, VIEW)]
-        assert_alike_in_groups(run_group, with_reducer, cases, WIRES[hook])
-    # torch's DDP raises in its first step after no_sync with static_graph.
-    cases = [(options, none) for options in ({}, VIEW, UNUSED) for none in (True, False)]
-    assert_alike_in_groups(run_group, accumulated, cases)
-
-
-def test_on_three_ranks(run_ranks):
-    cases = [("ConvNet", {}), ("Branches", UNUSED), ("Embeddings", {})]
-    assert_all_alike(run_ranks, with_reducer, 3, cases, exact=False)
 
 
 def train_late(rank):

@@ -1,9 +1,6 @@
 """Test that training works without numpy: only torch and triton are required."""
 
-import subprocess
-import sys
-
-from tests.programs import ROOT, users_environment
+from tests.programs import ROOT, TORCHRUN, run_python
 
 SCRIPT = """
 import io, sys
@@ -13,8 +10,8 @@ from torch import nn
 import gradcomp
 from gradcomp.hooks import default_hooks, powerSGD_hook
 
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 
 
 def saved_and_loaded(value, **options):
@@ -66,23 +63,7 @@ def test_training_without_numpy(tmp_path):
     absent = 'raise ModuleNotFoundError("No module named \'numpy\'", name="numpy")'
     (tmp_path / "numpy" / "__init__.py").write_text(absent)
     (tmp_path / "train.py").write_text(SCRIPT)
-    environment = users_environment(
-        PYTHONPATH=f"{tmp_path}:{ROOT}", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
-    )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, tmp_path / "train.py", str(rank), tmp_path / "store"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            output, errors = rank.communicate(timeout=90)
-            assert output == "done\n", errors
-    finally:
-        for rank in ranks:
-            rank.kill()
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = run_python(*TORCHRUN, tmp_path / "train.py", **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done\n") == 2

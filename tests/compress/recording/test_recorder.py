@@ -1,7 +1,6 @@
 """On simulated ranks, compare a recorder's values with float64, and test that recording changes nothing."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -16,7 +15,7 @@ from gradcomp.testing import RankError
 from tests.compress.test_new_compressor import TopK, TopKOptions
 from tests.depth import mixed
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, starts
-from tests.hooks.powersgd_runs import equal, simulate
+from tests.hooks.powersgd_runs import equal, reload, simulate
 from tests.kept import error_in
 from tests.tolerances import RECORDED_NORM, SKETCHED_MEAN, SKETCHED_RATIO
 
@@ -248,10 +247,7 @@ def saved_with_a_recorder(rank, name):
             Recorder(state)
         for step in range(4):
             hook(state, Bucket(gradient_of(rank, step, 0), SHAPES[0])).wait()
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=name != "top-k")
+        loaded = reload(state, weights_only=name != "top-k")
         assert loaded.recorder is None
         assert copy.deepcopy(state).recorder is None
         assert (state.recorder is not None) == is_recorded

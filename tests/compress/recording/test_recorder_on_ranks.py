@@ -14,7 +14,7 @@ from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.fsdp.models import RANKS, batch_of, new_grid, sharded, weights
-from tests.training import WAYS, Averaged, parameters_of
+from tests.training import WAYS, Averaged, Layers, parameters_of
 from tests.training import train as train_on
 
 SIZE, STEPS = 40, 10
@@ -24,18 +24,12 @@ STATES = {
 }
 
 
-class Net(nn.Module):
-    """Three layers. Even steps leave the second one out."""
+SIZES = [SIZE] * 4  # of three layers
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
 
-    def forward(self, x, step):
-        x = torch.tanh(self.layers[0](x))
-        if step % 2:
-            x = torch.tanh(self.layers[1](x))
-        return self.layers[2](x)
+def skipped(step):
+    """Return the layers that a step leaves out: the second one in even steps."""
+    return () if step % 2 else (1,)
 
 
 def train(rank, name, way, is_recorded):
@@ -45,7 +39,7 @@ def train(rank, name, way, is_recorded):
     state = make_state()
     recorder = Recorder(state) if is_recorded else None
     options = {} if way == "average_" else {"find_unused_parameters": True, "bucket_cap_mb": 0.01}
-    model, data = Averaged(Net(), way, hook, state, **options), torch.Generator().manual_seed(rank)
+    model, data = Averaged(Layers(*SIZES), way, hook, state, **options), torch.Generator().manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -55,8 +49,8 @@ def train(rank, name, way, is_recorded):
         x = torch.randn(8, SIZE, generator=data)
         if way != "average_" and step % 3 == 0:
             with model.no_sync():
-                model(x, step).square().mean().backward()
-        model.backward((model(x, step) - x).square().mean())
+                model(x, skipped(step)).square().mean().backward()
+        model.backward((model(x, skipped(step)) - x).square().mean())
         optimizer.step()
     if recorder is not None:
         recorder.complete()
@@ -117,13 +111,13 @@ def test_replicas_that_fsdp2_shards(run_ranks):
 def logged(rank):
     """Return the rows as JSON, and the arguments of flush's calls to a logger."""
     torch.manual_seed(0)
-    model, state = Net(), STATES["PowerSGD"][0]()
+    model, state = Layers(*SIZES), STATES["PowerSGD"][0]()
     ddp = gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.01, find_unused_parameters=True)
     ddp.register_comm_hook(state, powerSGD_hook)
     recorder, calls = Recorder(state), []
     data = torch.Generator().manual_seed(rank)
     for step in range(12):
-        ddp(torch.randn(8, SIZE, generator=data), step).square().mean().backward()
+        ddp(torch.randn(8, SIZE, generator=data), skipped(step)).square().mean().backward()
         if step == 7:
             recorder.flush(lambda *values: None)
     recorder.complete()
@@ -162,7 +156,7 @@ def take_steps(ddp, steps, used=lambda step: 1):
     """used(step): whether this rank uses the second layer."""
     for step in steps:
         x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(step))
-        ddp(x, used(step)).square().mean().backward()
+        ddp(x, skipped(used(step))).square().mean().backward()
         ddp.zero_grad()
 
 
@@ -174,7 +168,7 @@ def completed(recorder):
 def after_int4(rank, candidates):
     """auto_hook uses the last candidate after int4. Rank 1 doesn't use the second layer from there on."""
     state = AutoState(candidates=candidates, start_iter=2, steps_per_turn=3, rounds=1, clock=lambda: 7.0)
-    ddp, recorder = in_ddp(Net(), state, auto_hook, find_unused_parameters=True)
+    ddp, recorder = in_ddp(Layers(*SIZES), state, auto_hook, find_unused_parameters=True)
     first = 2 + 3 * len(candidates)  # its second round
     take_steps(ddp, range(first), lambda step: rank == 0 or step < 5)
     return completed(recorder)
@@ -182,7 +176,7 @@ def after_int4(rank, candidates):
 
 def owing(rank):
     """Send loaded errors in bf16, the second layer's only on rank 0, which uses it."""
-    model, state = Net(), CompressorState(AllReducedCompressor, AllReducedOptions(torch.bfloat16))
+    model, state = Layers(*SIZES), CompressorState(AllReducedCompressor, AllReducedOptions(torch.bfloat16))
     owed = {name: {"error": torch.ones_like(each)} for name, each in model.named_parameters()}
     state.load_state_dict({**state.state_dict(), "parameters": owed, "num_parameters": len(owed)})
     ddp, recorder = in_ddp(model, state, compress_hook, find_unused_parameters=True)
@@ -192,7 +186,7 @@ def owing(rank):
 
 def joining(rank):
     """Rank 2 has no batches left after five steps."""
-    ddp, recorder = in_ddp(Net(), QuantizationState(bits=4), quantization_hook)
+    ddp, recorder = in_ddp(Layers(*SIZES), QuantizationState(bits=4), quantization_hook)
     with ddp.join():
         take_steps(ddp, range(5 if rank == 2 else 7))
     return completed(recorder)
@@ -202,7 +196,7 @@ def skipping(rank):
     """No rank uses the second layer in even steps, rank 0 alone in odd ones."""
     state = PowerSGDState(None, 2, 2, min_compression_rate=1)
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    ddp = gradcomp.DistributedDataParallel(Net(), bucket_cap_mb=0.003, **options)
+    ddp = gradcomp.DistributedDataParallel(Layers(*SIZES), bucket_cap_mb=0.003, **options)
     ddp.register_comm_hook(state, powerSGD_hook)
     recorder = Recorder(state)
     take_steps(ddp, range(6), lambda step: step % 2 and rank == 0)
@@ -212,7 +206,7 @@ def skipping(rank):
 def on_fewer_ranks(rank):
     """Rank 2 leaves after four steps."""
     group = torch.distributed.new_group([0, 1])
-    model, state = Net(), QuantizationState(bits=4)
+    model, state = Layers(*SIZES), QuantizationState(bits=4)
     ddp, recorder = in_ddp(model, state, quantization_hook)
     take_steps(ddp, range(4))
     if rank == 2:

@@ -12,6 +12,7 @@ from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.powersgd.tile import SHRINK
 from gradcomp.kernels.powersgd.work import wire_stride
 from gradcomp.layout import PowerSGDLayout
+from tests.hooks.powersgd_oracle import relative
 from tests.oracle import powersgd_average
 from tests.tolerances import POWERSGD_STAGE as STAGE
 from tests.tolerances import POWERSGD_STEP as STEP
@@ -135,11 +136,6 @@ def orthonormal(p: torch.Tensor, tolerance: float = 1e-13) -> torch.Tensor:
         if column.square().sum() > tolerance * p[:, j].square().sum():
             result[:, j] = column / column.norm()
     return result
-
-
-def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ‖result − expected‖ / ‖expected‖, Frobenius."""
-    return float((result - expected).norm() / expected.norm())
 
 
 def condition(p: torch.Tensor) -> float:

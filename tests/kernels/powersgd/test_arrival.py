@@ -14,7 +14,8 @@ from collections.abc import Iterator
 import torch
 
 from gradcomp.kernels.powersgd import work as powersgd_work
-from tests.kernels.powersgd.ranks import on_wire, orthonormal, panel_of, plans_of, random_grads, relative
+from tests.hooks.powersgd_oracle import relative
+from tests.kernels.powersgd.ranks import on_wire, orthonormal, panel_of, plans_of, random_grads
 from tests.tolerances import POWERSGD_STAGE_DOT
 
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -5,6 +5,7 @@ import torch
 
 from gradcomp.cpu.powersgd import PowerSGDPlan as PlainPlan
 from tests.depth import everyday
+from tests.hooks.powersgd_oracle import relative
 from tests.kernels.powersgd.ranks import (
     MIXED,
     assert_padding_is_zero,
@@ -12,7 +13,6 @@ from tests.kernels.powersgd.ranks import (
     on_wire,
     plans_of,
     random_grads,
-    relative,
     step,
     sums_of,
 )
