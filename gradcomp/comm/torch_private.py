@@ -9,7 +9,8 @@ every pickled module, such as Module._buffers.
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from operator import attrgetter
@@ -58,6 +59,7 @@ queue_callback: Callable[..., None] = function_of("autograd.Variable._execution_
 # A CUDA device's current stream, and what sets it. torch.cuda's functions take several times as long.
 ids_of_current_stream: Callable[[int], tuple[int, int, int]] = function_of("_C._cuda_getCurrentStream")
 set_stream: Callable[..., None] = function_of("_C._cuda_setStream")
+_enable_record_function: Callable[[bool], None] = function_of("autograd._enable_record_function")
 # A context in which buffers may change that an earlier forward keeps for its backward.
 preserve_version_counter: Callable[..., Any] = function_of("autograd._unsafe_preserve_version_counter")
 # Tensors in nested containers: outputs with find_unused_parameters, and states that ranks take over.
@@ -158,17 +160,32 @@ def overflows_of(scaler: Any) -> dict[int, Any] | None:
     return getattr(scaler, "_per_optimizer_states", None)
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Leave work that begins here out of profiles: torch's crash if it ends in another one."""
+    _enable_record_function(False)
+    try:
+        yield
+    finally:
+        _enable_record_function(True)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return a group's back end for a type of device."""
+    require_names(group, "_get_backend")
+    return group._get_backend(device)
+
+
 def backends_of(group: dist.ProcessGroup) -> dict[str, Any]:
     """Return a group's back ends by the type of device."""
-    require_names(group, "_device_types", "_get_backend")
-    return {each.type: group._get_backend(each) for each in group._device_types}
+    require_names(group, "_device_types")
+    return {each.type: backend_of(group, each) for each in group._device_types}
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """Return the time-out of a group's collectives on a type of device; None if its back end doesn't tell."""
-    require_names(group, "_get_backend")
     try:
-        options = group._get_backend(device).options
+        options = backend_of(group, device).options
     except (AttributeError, RuntimeError):  # a back end without options
         return None
     if not hasattr(options, "_timeout"):

@@ -22,7 +22,7 @@ from gradcomp.device import has_streams
 from gradcomp.layout.blocks import BlockLayout
 from gradcomp.layout.flat import FlatLayout
 
-from ..comm.exchange import all_gather
+from ..comm.exchange import all_gather, round_trip_s
 from ..comm.nodes import nodes_of
 from ..comm.process_group import Explaining
 
@@ -57,11 +57,8 @@ class ShardGather:
         offsets = [rank * row.numel + offset for ranks in places for rank in ranks for offset in row.offsets]
         self.layout = BlockLayout(shapes * world_size, block_size, world_size, offsets)
         self._row = BlockLayout(shapes, block_size, 1)
-        self.ranks_per_node, self._bits, self._operations = (
-            ranks_per_node,
-            bits,
-            dict[torch.dtype, tuple[Any, Any]](),
-        )
+        self.ranks_per_node, self._bits = ranks_per_node, bits
+        self._operations: dict[torch.dtype, tuple[Any, Any]] = {}
 
     def compresses(self, dtype: torch.dtype) -> bool:
         """Return whether shards in this dtype are sent in fewer bytes."""
@@ -112,6 +109,7 @@ class _GatherWork(dist.Work):
         nothing = shard.new_empty(0, dtype=torch.promote_types(out.dtype, torch.float32))
         encode(buffer=shard, payload=row[None], kept=nothing, rank=-1)
         with self._explaining:
+            round_trip_s(row, between)  # with a delay messages are posted ahead
             self._work = all_gather(own, row, between)
             if within is not None:
                 # Not in wait(): the ranks of a node start gathers in one order, but may wait in another.

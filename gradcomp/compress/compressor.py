@@ -32,13 +32,11 @@ class Collective:
         node's ranks.
     group: the ranks that take part: "all"; "within", the ranks of a node; "between", one rank of every node.
         Every rank of a node is in a "between" of its own.
-    is_posted: whether ranks post its receives long before: a message needs no answer then (exchange.Gather).
     """
 
     kind: CollectiveKind
     num_bytes: int
     group: Group = "all"
-    is_posted: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,7 @@ class BucketSpec:
         group: Group = "all" if self.ranks_per_node == 1 else "between"
         if num_senders is not None:
             return [Collective("all-gather", num_senders * num_bytes, group)]
-        shards = Collective("all-to-all", num_bytes, group)
-        return [shards, Collective("all-gather", num_bytes, group, is_posted=True)]
+        return [Collective("all-to-all", num_bytes, group), Collective("all-gather", num_bytes, group)]
 
     def summing(self, num_bytes: int, within_bytes: int) -> list[Collective]:
         """Return the collectives of exchange.all_reduce; with nodes, of exchange.reduce_hierarchically.

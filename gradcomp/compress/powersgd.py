@@ -245,8 +245,6 @@ class PowerSGDCompressor(Compressor):
         else:
             itemsize = (options.factor_dtype or bucket.dtype).itemsize
             p, q = (cls._summing(numel * itemsize, bucket) for numel in (layout.wire_numel, layout.q_numel))
-        if [each.kind for each in q] == ["all-gather"]:  # whose receives are posted with P's
-            q = [replace(q[0], is_posted=True)]
         return p + q
 
     @staticmethod
@@ -270,12 +268,10 @@ class PowerSGDCompressor(Compressor):
         # The quantized all-reduce already divides by the world size.
         scale = 1.0 if self._of_wires else 1 / group.size()
         plan.project(flat, scale, self._left_out(unused) if unused else [])
-        # Both post what they will receive now.
-        p_works = self._all_reduce(0, plan.p_wire, group)
-        q_works = self._all_reduce(1, plan.q_wire, group) if plan.q_wire.numel() else ()
-        yield from p_works
+        yield from self._all_reduce(0, plan.p_wire, group)
         plan.back_project(flat, scale)
-        yield from q_works
+        if plan.q_wire.numel():
+            yield from self._all_reduce(1, plan.q_wire, group)
         plan.reconstruct(flat, seed)
 
     def _left_out(self, unused: Collection[int]) -> list[int]:

@@ -30,7 +30,7 @@ from gradcomp import ops
 from gradcomp.device import has_streams
 from gradcomp.layout.blocks import BlockLayout, Part
 
-from ..comm.exchange import Gather, Works, all_gather, all_to_all, reduce_scatter, takes_one_exchange
+from ..comm.exchange import Works, all_gather, all_to_all, reduce_scatter, takes_one_exchange
 from ..comm.nodes import nodes_of
 from .compressor import BucketSpec, Collective
 
@@ -123,19 +123,14 @@ class Codes:
         kept, rank = self._own if self.error is None else self.error, rank if self._has_own else -1
         self._add(received=self.received if received is None else received, out=out, kept=kept, rank=rank)
 
-    def gather(self, group: ProcessGroup) -> Gather:
-        """Return an all-reduce's last exchange, of which the receives are posted."""
-        # No rank sends its mean of a shard before it has got this rank's codes of it.
-        return Gather(self.received if self.mean is None else self.payload, group)
-
-    def exchange(self, group: ProcessGroup, gather: Gather) -> Works:
-        """Exchange an all-reduce's codes. Yields each collective in progress. gather: from gather()."""
+    def exchange(self, group: ProcessGroup) -> Works:
+        """Exchange an all-reduce's codes. Yields each collective in progress."""
         if self.mean is None:
-            yield gather(self.payload[0])
+            yield all_gather(self.received, self.payload[0], group)
             return
         yield all_to_all(self.received, self.payload, group)
         self.add(self.mean, group.rank())
-        yield gather(self.mean)
+        yield all_gather(self.payload, self.mean, group)
 
 
 def zeros_of(layout: BlockLayout, dtype: torch.dtype, device: torch.device, num_shards: int) -> Tensor:
@@ -193,22 +188,15 @@ class FlatAllReduce:
         unused: the positions of tensors that this rank's backward did not use. Zeros are sent for them, and
             their errors stay.
         rest: [numel], values to add to the gradients where other ranks of the node keep errors, or None.
-
-        The call posts the receives that it can (exchange.gather); flat is read when the result is iterated.
         """
         if not self.num_bytes:
-            return (None for _ in ())
-        return self._stages(flat, out, group, _parts(self.layout, unused), self.codes.gather(group))
-
-    def _stages(
-        self, flat: Tensor, out: Tensor, group: ProcessGroup, parts: list[Part], gather: Gather
-    ) -> Works:
-        codes = self.codes
+            return
+        codes, parts = self.codes, _parts(self.layout, unused)
         for part in parts:
             flat[part.in_bucket] = 0.0
         stays = [(part.stored, flat.new_ones((), dtype=torch.bool)) for part in parts]
         codes.encode(flat, group.rank(), stays)
-        yield from codes.exchange(group, gather)
+        yield from codes.exchange(group)
         if self._decode is None:
             codes.add(out, group.rank())
         else:
@@ -287,7 +275,6 @@ class HierarchicalAllReduce:
         if not self.num_bytes:
             return
         nodes, codes = nodes_of(group, self._ranks_per_node), self.codes
-        gather = codes.gather(nodes.between)
         parts = _parts(self.layout, unused)
         for part in parts:
             flat[part.in_bucket] = 0.0
@@ -301,7 +288,7 @@ class HierarchicalAllReduce:
             for _, own in self._in_piece(parts, nodes.within.rank())
         ]
         codes.encode(self._piece, nodes.between.rank(), stays)
-        yield from codes.exchange(nodes.between, gather)
+        yield from codes.exchange(nodes.between)
         yield all_gather(self._codes.flatten(1), self._gathered.view(-1), nodes.within)
         if self._decode:
             self._decode(payload=self._codes.flatten(0, 1), buffer=out)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from gradcomp.comm.exchange import MIN_DELAY_S
+from gradcomp.comm.exchange import MIN_DELAY_S, is_posted_ahead
 from gradcomp.compress.compressor import BucketSpec, Collective
 from gradcomp.hooks.named_hooks import NamedHook
 
@@ -81,15 +81,16 @@ class Network:
         """Return the round trips that a collective of no bytes waits for.
 
         On gloo every step of an all-reduce's ring is one, and so is an exchange with all other ranks; half of
-        one if its receives were posted before. On NCCL every message is half of one: an all-reduce has the
+        one if its receives are posted ahead. On NCCL every message is half of one: an all-reduce has the
         messages of a tree between nodes, an all-gather those of a ring, and an all-to-all sends all at once.
         """
         if collective.group == "within" or self.num_nodes == 1:
             return 0.0
         size = self.num_nodes if collective.group == "between" else self.world_size
         if self.by_messages:
-            one = 0.5 if collective.is_posted else 1.0
-            return 2 * (size - 1) if collective.kind == "all-reduce" else one
+            row_bytes = -(-collective.num_bytes // self.world_size)
+            is_ahead = self.has_delay and is_posted_ahead(row_bytes, size)
+            return 2 * (size - 1) if collective.kind == "all-reduce" else 0.5 if is_ahead else 1.0
         if collective.kind == "all-reduce":
             return math.ceil(math.log2(self.num_nodes))
         return 0.5 * (size - 1) if collective.kind == "all-gather" else 0.5

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradcomp
-from gradcomp.comm import process_group, torch_private
+from gradcomp.comm import exchange, process_group, torch_private
 from gradcomp.compress import agreement
 from gradcomp.frameworks import CommHook
 from gradcomp.fsdp import compress_reduce_scatter, param_groups
@@ -68,6 +68,11 @@ def look_at_the_group():
     process_group.require_group("a test", dist.group.WORLD)
 
 
+def post_ahead():
+    with exchange.unrecorded():
+        pass
+
+
 def shard():
     """Compress a model of FSDP2."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
@@ -84,6 +89,7 @@ USES = {
     "torch._C._current_autograd_node": train,
     "torch.autograd.Variable": train,
     "torch.autograd._unsafe_preserve_version_counter": train,
+    "torch.autograd._enable_record_function": post_ahead,
     "torch.utils._pytree.tree_flatten": train,
     "torch.utils._pytree.tree_unflatten": train,
     "torch.utils._pytree.tree_map_only": take_over,

@@ -43,7 +43,7 @@ VARIABLE = "…"
 # Modules with functions that return messages for raise statements.
 MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/step.py", "comm/process_group.py")]
 # Strings that only join other strings to a message, or are only a part of a message.
-PARTS = {"… …", "…: …", "parameters … are", "ranks … have", "rank … has"}
+PARTS = {"… …", "…: …", "… (exchange … of the group: …)", "parameters … are", "ranks … have", "rank … has"}
 
 
 def texts_in(tree):

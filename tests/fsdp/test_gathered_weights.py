@@ -111,6 +111,8 @@ def bytes_sent(rank, form):
     mesh, options = mesh_of(form)
     model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
     compress_all_gather(model, **options)
+    model.unshard()  # ranks agree on the delay
+    model.reshard()
     sent, isend = Counter(), dist.isend
 
     def counting(tensor, *, group, group_dst, **rest):

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import models
+from gradcomp.comm import exchange
 from gradcomp.hooks.named_hooks import NAMES, NamedHook
 from gradcomp.plan import Network, collectives_of, traffic
 from gradcomp.plan.models import buckets_of
@@ -54,7 +55,8 @@ class SentMeter(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         if name == "send":
             self.num_messages += 1
-            self.num_bytes += args[0][0].nbytes
+            has_heading = args[3] >= exchange._FIRST_OF_CHANNELS
+            self.num_bytes += args[0][0].nbytes - exchange._HEADING_BYTES * has_heading
         elif name == "allreduce_":
             self.num_all_reduces += 1
             size = dist.ProcessGroup.unbox(args[1]).size()

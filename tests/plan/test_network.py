@@ -21,8 +21,8 @@ def step(name, network, buckets=RESNET50):
     return traffic(buckets, NamedHook.form_named(name), network)
 
 
-def on_nodes(per_node, num_nodes, backend="nccl"):
-    return Network(per_node * num_nodes, ranks_per_node=per_node, backend=backend)
+def on_nodes(per_node, num_nodes, backend="nccl", **options):
+    return Network(per_node * num_nodes, ranks_per_node=per_node, backend=backend, **options)
 
 
 # --- bytes that leave a node ---
@@ -128,18 +128,22 @@ def test_the_time_of_bytes_is_by_the_nodes_bandwidth():
 
 
 def test_round_trips_by_hand():
-    """8 ranks on 4 nodes. On gloo a ring's step and an exchange are one each, on NCCL a message is half."""
-    for kind, group, is_posted, on_nccl, on_gloo in (
-        ("all-reduce", "all", False, 2, 14),
-        ("all-reduce", "between", False, 2, 6),
-        ("all-to-all", "all", False, 0.5, 1),
-        ("all-gather", "all", False, 3.5, 1),
-        ("all-gather", "between", True, 1.5, 0.5),
-        ("all-gather", "within", False, 0, 0),
+    """8 ranks on 4 nodes. On gloo a ring's step is one and so is an exchange without a delay, or of much."""
+    mb = 2**20
+    for kind, group, num_bytes, on_nccl, on_gloo, over_a_delay in (
+        ("all-reduce", "all", 1200, 2, 14, 14),
+        ("all-reduce", "between", 1200, 2, 6, 6),
+        ("all-to-all", "all", 1200, 0.5, 1, 0.5),
+        ("all-gather", "all", 8 * mb - 200, 3.5, 1, 0.5),
+        ("all-gather", "all", 8 * mb, 3.5, 1, 1),  # a MB and a heading take 2 MB, from 7 ranks
+        ("all-gather", "between", 16 * mb - 200, 1.5, 1, 0.5),
+        ("all-gather", "between", 16 * mb, 1.5, 1, 1),
+        ("all-gather", "within", 1200, 0, 0, 0),
     ):
-        collective = Collective(kind, 1200, group, is_posted)
-        for backend, expected in (("nccl", on_nccl), ("gloo", on_gloo)):
-            assert on_nodes(2, 4, backend).num_round_trips(collective) == expected
+        collective = Collective(kind, num_bytes, group)
+        expected = {on_nodes(2, 4): on_nccl, on_nodes(2, 4, "gloo"): on_gloo}
+        for network, number in (expected | {on_nodes(2, 4, "gloo", round_trip_s=0.1): over_a_delay}).items():
+            assert network.num_round_trips(collective) == number
 
 
 @pytest.mark.parametrize(
@@ -147,12 +151,12 @@ def test_round_trips_by_hand():
     [
         ("none", 2, 12),  # gloo's own rings: 2 (W − 1) each, two buckets at the same time
         ("none", 4, 36),
-        ("bf16", 2, 1),
-        ("bf16", 4, 1.5),
-        ("int4", 2, 1),
-        ("int4", 4, 1.5),
-        ("powersgd:4", 4, 1.5),  # P, then Q, which is posted before, in one exchange each
-        ("powersgd:4:int8", 4, 1.5),
+        ("bf16", 2, 0.5),
+        ("bf16", 4, 1),
+        ("int4", 2, 0.5),
+        ("int4", 4, 1),
+        ("powersgd:4", 4, 1),  # P, then Q, in one exchange each
+        ("powersgd:4:int8", 4, 1),
     ],
 )
 def test_round_trips_of_a_step_with_a_delay(hook, world_size, num_round_trips):
