@@ -14,9 +14,9 @@ before it says that it is ready itself. The two directions of a link take turns,
 collective takes up to twice as long. On gloo's CPU tensors, therefore, each rank exchanges messages with all
 others at once, and posts every receive before any send.
 
-On links with a delay it posts receives long before: a message takes one way, not a round trip. A _Channel
-numbers the exchanges of about one size, and posts the receives of the next numbers. So each gets its message,
-whatever comes, and however a step ends. A message says of which exchange it is.
+Where the delay of the links is known, it posts receives long before: a message takes one way, not a round
+trip. A _Channel numbers the exchanges of about one size, and posts the receives of the next numbers. So each
+gets its message, whatever comes, and however a step ends. A message says of which exchange it is.
 
 Whether one exchange pays depends on the delay of the links, the time from a message to its answer, which all
 ranks must know alike. It is measured once per group, or given. Only whether it reaches MIN_DELAY_S counts, so
@@ -94,7 +94,7 @@ def takes_one_exchange(num_bytes: int, world_size: int, *, has_delay: bool) -> b
 
 
 def is_posted_ahead(num_bytes: int, world_size: int) -> bool:
-    """Return whether exchanges with messages of so many bytes take one way on links with a delay."""
+    """Return whether exchanges with messages of so many bytes take one way, once the delay is known."""
     return 1 < world_size and (world_size - 1) << (_HEADING_BYTES + num_bytes).bit_length() <= AHEAD_BYTES
 
 
@@ -324,8 +324,8 @@ class _GroupExchanges:
     channels: dict[int, _Channel] = field(default_factory=dict)
 
     def channel(self, received: _Rows, sent: _Rows, group: dist.ProcessGroup) -> _Channel | None:
-        """Return the channel of an exchange; None if it is large, and where links have no delay."""
-        if kept_of(group).get(_ROUND_TRIP, 0.0) < MIN_DELAY_S:
+        """Return the channel of an exchange; None if it is large, and before the delay is known."""
+        if _ROUND_TRIP not in kept_of(group):
             return None
         num_bytes = max(row.nbytes for rows in (received, sent) for row in rows)
         if not is_posted_ahead(num_bytes, group.size()):

@@ -109,7 +109,7 @@ class _GatherWork(dist.Work):
         nothing = shard.new_empty(0, dtype=torch.promote_types(out.dtype, torch.float32))
         encode(buffer=shard, payload=row[None], kept=nothing, rank=-1)
         with self._explaining:
-            round_trip_s(row, between)  # with a delay messages are posted ahead
+            round_trip_s(row, between)  # from then on receives are posted ahead
             self._work = all_gather(own, row, between)
             if within is not None:
                 # Not in wait(): the ranks of a node start gathers in one order, but may wait in another.

@@ -1,4 +1,4 @@
-"""Receives that are posted ahead on links with a delay: right rows whatever comes."""
+"""Receives that are posted ahead: right rows whatever comes."""
 
 import gc
 import os
