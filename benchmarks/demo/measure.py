@@ -82,7 +82,7 @@ class Recorder:
         return {
             "bytes_per_step": self.step_bytes[-1],
             # In the first half DDP rebuilds its buckets, caches fill, and auto_hook tries its candidates.
-            "ms_per_step": statistics.median(self.step_s[self.steps // 2 :]) * 1e3,
+            "ms_per_step": statistics.mean(self.step_s[self.steps // 2 :]) * 1e3,
             "loss": statistics.mean(losses[-LAST_STEPS:]),
             "validation_loss": self.validation_losses[-1][1],
             "losses": losses,

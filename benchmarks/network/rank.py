@@ -129,10 +129,10 @@ class _Said(logging.Handler):
 
 
 def steps(job: dict[str, Any]) -> dict[str, Any]:
-    """Time steps for about job["seconds"]: medians in ms, and the bytes that this rank sent per step.
+    """Time steps for about job["seconds"]: means in ms, and the bytes that this rank sent per step.
 
-    By local steps few steps exchange anything, so their times are means over two whole periods. auto_hook's
-    steps are timed after its choice.
+    Not medians: two ranks may be ahead of one another by turns, so that every second step takes longer, and
+    of local steps few exchange anything. auto_hook's steps are timed after its choice.
     """
     trainer = Trainer(job, START_ITER)
     every = trainer.local.every if trainer.local is not None else 0
@@ -163,7 +163,7 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     sent = eth0_counter(SENT_BYTES) - sent
     return {
         "num_steps": num_steps,
-        "step_ms": (statistics.mean if every else statistics.median)(times_ms),
+        "step_ms": statistics.mean(times_ms),
         "p20_ms": times_ms[num_steps // 5],
         "p80_ms": times_ms[-1 - num_steps // 5],
         "all_reduce_bytes": wire.num_bytes,
