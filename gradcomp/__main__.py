@@ -2,7 +2,7 @@
 
 python -m gradcomp [info]    print the versions, the devices and the backends
 python -m gradcomp plan      what each hook sends for a model, and a network's time for it, by arithmetic
-python -m gradcomp bench     train a model with auto_hook, under torchrun; print its table and its choice
+torchrun … -m gradcomp bench train a model with auto_hook; print its table and its choice
 """
 
 import argparse

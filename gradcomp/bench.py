@@ -1,13 +1,11 @@
-"""The command `python -m gradcomp bench`: train a model with auto_hook, and print its table and choice."""
+"""The command `torchrun … -m gradcomp bench`: train a model with auto_hook, print its table and choice."""
 
 import logging
 import os
 import signal
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessExitedException, spawn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,11 +28,10 @@ from gradcomp.hooks.default_hooks import allreduce_hook
 
 INTERRUPTED = 128 + signal.SIGINT
 TIMEOUT = timedelta(seconds=120)
-STORE = "GRADCOMP_BENCH_STORE"  # where processes that bench has started find each other
 GRACE_S = 5.0  # for rank 0 to print why all ranks end: a launcher ends all when one has ended
 HOW_TO_START = (
-    "start it with torchrun on every machine (torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d "
-    "--rdzv-endpoint HOST:29400 -m gradcomp bench), or with --ranks N for N processes on this machine"
+    "start it with torchrun, on one machine (torchrun --nproc-per-node 2 -m gradcomp bench) or on several "
+    "(torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 …)"
 )
 
 
@@ -51,13 +47,11 @@ class BenchParser(OneLineParser):
 
 def bench_parser() -> BenchParser:
     parser = BenchParser(
-        prog="python -m gradcomp bench",
+        prog="torchrun … -m gradcomp bench",
         description="Train a model until auto_hook has chosen a hook. Print how much shorter a step without "
         "communication is, the trial's table, and the choice.",
         epilog=f"{HOW_TO_START[0].upper()}{HOW_TO_START[1:]}.",
     )
-    text = "Start N processes on this machine, without torchrun."
-    parser.add_argument("--ranks", type=positive_int, metavar="N", help=text)
     text = (
         "gpt (3 million parameters), gpt-medium (303 million), or module:callable, which returns (module, "
         "loss), where loss(model) computes the loss of a step. Default: %(default)s."
@@ -78,48 +72,23 @@ def bench_parser() -> BenchParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
     parser = bench_parser()
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     per_node, names = options.ranks_per_node, [hook.name for hook in options.hook]
     trial = {"start_iter": 2, "rounds": options.rounds, "retrial_every": None}
     try:
         state = AutoState(None, names, **trial, ranks_per_node=per_node or AUTO)
     except ValueError as error:
         parser.error(str(error))
-    is_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # set by torchrun, and by _run_as
-    num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else options.ranks
-    if num_ranks is None:
-        parser.error(f"there is one process only; {HOW_TO_START}")
-    if options.ranks not in (None, num_ranks):
-        parser.error(f"--ranks is {options.ranks}, but there are {num_ranks} ranks: leave --ranks out")
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
     if num_ranks < 2:
-        parser.error("one rank has nobody to communicate with: start two at least")
+        parser.error(f"one rank has nobody to communicate with; {HOW_TO_START}")
     if num_ranks % (per_node or 1):
         parser.error(f"{num_ranks} ranks don't fill nodes of {per_node} (--ranks-per-node)")
     try:
-        if is_rank:
-            _run_rank(parser, options, state)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
-            spawn(_run_as, (given, {**sizes, STORE: f"file://{folder}/store"}), num_ranks, daemon=True)
-    except ProcessExitedException as error:
-        # A process that signal n has killed has the status -n.
-        sys.exit(error.exit_code if error.exit_code >= 0 else 128 - error.exit_code)
+        _run_rank(parser, options, state)
     except KeyboardInterrupt:
-        if is_rank:
-            os._exit(INTERRUPTED)  # without cleanup: collectives under way would wait for the other ranks
-        print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-
-
-def _run_as(rank: int, arguments: Sequence[str], places: Mapping[str, str]) -> None:
-    """Run bench as a rank that it has started. places: environment variables."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), **places}
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
-    main(arguments)
+        os._exit(INTERRUPTED)  # without cleanup: collectives under way would wait for the other ranks
 
 
 def _run_rank(parser: BenchParser, options: Any, state: AutoState) -> None:
@@ -132,7 +101,7 @@ def _run_rank(parser: BenchParser, options: Any, state: AutoState) -> None:
     if has_streams(device):
         torch.cuda.set_device(device)
     backend = "nccl" if has_streams(device) else "gloo"
-    dist.init_process_group(backend, os.environ.get(STORE, "env://"), TIMEOUT, world_size, rank)
+    dist.init_process_group(backend, timeout=TIMEOUT)
     try:
         module, loss = _model(parser, options.model, device)
         if rank == 0:

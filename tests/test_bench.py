@@ -1,13 +1,7 @@
-"""Test `python -m gradcomp bench`: its table and advice, refusals, and that no process is left."""
+"""Test `torchrun … -m gradcomp bench`: its table, advice and refusals."""
 
 import os
 import re
-import select
-import signal
-import subprocess
-import sys
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +10,15 @@ from torch import nn
 
 from gradcomp import bench
 from gradcomp.__main__ import main
-from tests.programs import ROOT, TORCHRUN, refusal, run_module, run_python, users_environment
+from tests.programs import TORCHRUN, refusal, run_python
 
-QUICK = ["--cpu", "--model", "tests.test_bench:tiny", "--bucket-cap-mb", "0.02", "--hook", "int4"]
-END_S = 30
+QUICK = ["--model", "tests.test_bench:tiny", "--bucket-cap-mb", "0.02", "--hook", "int4"]
+
+
+def run_bench(*arguments, num_ranks=2):
+    count = ("--nproc-per-node", str(num_ranks))
+    return run_python(*TORCHRUN, *count, "-m", "gradcomp", "bench", "--cpu", *arguments)
+
 
 # --- models, which the tests name on bench's command line ---
 
@@ -36,10 +35,6 @@ def fails_on_rank_1():
     return tiny()
 
 
-def dies_on_rank_1():
-    return tiny()[0], lambda model: os._exit(7) if os.environ["RANK"] == "1" else model(torch.ones(40)).sum()
-
-
 def test_the_large_gpt_has_the_size_that_is_said():
     with torch.device("meta"):
         module, loss = bench.MODELS["gpt-medium"]()
@@ -51,20 +46,15 @@ def test_the_large_gpt_has_the_size_that_is_said():
 
 
 def test_noop_and_every_form_are_printed_and_advice_comes_last():
-    done = run_module("gradcomp", "bench", "--ranks", "4", "--ranks-per-node", "2", "--rounds", "1", *QUICK)
-    assert done.returncode == 0, done.stdout
+    done = run_bench("--ranks-per-node", "2", "--rounds", "1", *QUICK, num_ranks=4)
+    assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line]
     assert lines[0] == "tests.test_bench:tiny: 27,350 parameters, 4 ranks, gloo"
     assert lines[1].startswith("headroom: without communication (noop) a step is ")
+    assert done.stdout.count("headroom: ") == 1  # on rank 0 alone
     names = ["noop", "none hierarchical", "none", "int4 hierarchical", "int4"]
     assert [line.split("  ")[0] for line in lines[2:8]] == ["hook", *names]
     assert lines[-1].startswith(("Use ", "Don't compress: "))
-
-
-def test_under_torchrun_rank_0_alone_prints():
-    done = run_python(*TORCHRUN, "-m", "gradcomp", "bench", "--rounds", "1", *QUICK)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("headroom: ") == 1
 
 
 @pytest.mark.parametrize(
@@ -118,9 +108,7 @@ def test_noop_takes_turns_with_steps_that_communicate(monkeypatch):
         (["--hook", "batched:4"], "candidates: 'batched:4' can't be a candidate"),
         (["--rounds", "0"], "'0' is not a whole number of at least 1"),
         (["--bucket-cap-mb", "-1"], "'-1' is not a number above 0"),
-        (["--ranks", "1"], "one rank has nobody to communicate with"),
-        (["--ranks", "3", "--ranks-per-node", "2"], "3 ranks don't fill nodes of 2 (--ranks-per-node)"),
-        ([], "there is one process only; start it with torchrun on every machine (torchrun --nnodes 2"),
+        ([], "one rank has nobody to communicate with; start it with torchrun, on one machine (torchrun"),
     ],
 )
 def test_bad_arguments_start_nothing(capsys, monkeypatch, arguments, message):
@@ -134,7 +122,7 @@ def test_bad_arguments_start_nothing(capsys, monkeypatch, arguments, message):
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--hook", "int2"], "there is no hook"), (["--ranks", "3"], "--ranks is 3, but there are 2 ranks")],
+    [(["--hook", "int2"], "there is no hook"), (["--ranks-per-node", "3"], "2 ranks don't fill nodes of 3")],
 )
 def test_of_several_ranks_one_speaks(capsys, monkeypatch, rank, arguments, message):
     monkeypatch.setattr(bench, "GRACE_S", 0)
@@ -147,48 +135,13 @@ def test_of_several_ranks_one_speaks(capsys, monkeypatch, rank, arguments, messa
     ("model", "message"),
     [
         ("tests.test_bench:fails_on_rank_1", "rank 1: .*FileNotFoundError: no data here"),
-        ("tests.test_bench:END_S", "rank 0: .*'END_S' of module 'tests.test_bench' is not callable"),
+        ("tests.test_bench:QUICK", "rank 0: .*'QUICK' of module 'tests.test_bench' is not callable"),
         ("gtp", "rank 0: model 'gtp' can't be trained: .* it is neither one of gpt, gpt-medium nor module"),
         ("torch.nn:Identity", r"non-iterable Identity object; a callable must return \(module, loss"),
     ],
 )
 def test_a_model_that_can_not_be_trained_ends_all_ranks(model, message):
-    done = run_module("gradcomp", "bench", "--cpu", "--ranks", "2", "--model", model)
-    assert done.returncode == 2, done.stdout
-    assert done.stdout.count("error: ") == 1, "rank 0 alone prints"
-    assert "Traceback" not in done.stdout
-    assert re.search(message, done.stdout), done.stdout
-
-
-def test_a_rank_that_dies_ends_the_others():
-    done = run_module(
-        "gradcomp", "bench", "--cpu", "--ranks", "2", "--model", "tests.test_bench:dies_on_rank_1"
-    )
-    assert done.returncode not in (0, 2), done.stdout
-
-
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_whatever_ends_it_ends_its_ranks(number):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gradcomp", "bench", "--ranks", "2", "--rounds", "100000", *QUICK],
-        cwd=ROOT, env=users_environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        # A shell starts background processes with SIGINT ignored; restore it, so that Ctrl-C ends this one.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    ranks: list[int] = []
-    try:
-        assert "2 ranks" in process.stdout.readline(), "it ended before it began"
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ranks += [os.pidfd_open(int(child)) for child in children]
-        assert len(ranks) >= 2  # and multiprocessing's own process
-        process.send_signal(number)
-        _, err = process.communicate(timeout=END_S)
-        assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else bench.INTERRUPTED)
-        assert "Traceback" not in err
-        assert all(select.select([each], [], [], END_S)[0] for each in ranks), "a rank is left"
-    finally:
-        process.kill()
-        process.communicate()
-        for each in ranks:
-            os.close(each)
+    done = run_bench("--model", model)
+    assert done.returncode, done.stdout
+    assert done.stderr.count("bench: error: ") == 1, "rank 0 alone prints"
+    assert re.search(message, done.stderr), done.stderr
