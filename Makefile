@@ -10,6 +10,8 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 
 # Tests at a time. More than cores would be slower: simulated ranks hand over between threads thousands of times.
 WORKERS ?= 2
+# On a terminal pip shows its progress.
+QUIET    = $(if $(MAKE_TERMOUT),,-q)
 # One thread per process for torch: ranks share the cores already.
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
@@ -76,10 +78,11 @@ clean:           ## remove the environment and everything built
 
 # .venv with gradcomp, editable, and the packages of one extra of pyproject.toml.
 $(VENV)/%-ready: constraints.txt pyproject.toml
+	@echo "pip sets up $(VENV); torch with CUDA is a download of 1.8 GB, about a minute (README.md names the CPU build)"
 	[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt setuptools
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$*]'
+	$(BIN)/pip install $(QUIET) --disable-pip-version-check -c constraints.txt setuptools
+	$(BIN)/pip install $(QUIET) --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$*]'
 	@touch $@
 
 $(VENV)/triton-%: | $(VENV)/test-ready
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps --target $@ triton==$*
+	$(BIN)/pip install $(QUIET) --disable-pip-version-check --no-deps --target $@ triton==$*

@@ -1,6 +1,7 @@
 """The demo's results: a table, and a picture of loss against time and against bytes sent."""
 
 import math
+import statistics
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from benchmarks.pictures import COLORS, label_decades, picture
 
 Record = dict[str, Any]  # what train.py writes
+MAX_SPREAD = 0.2  # of the times of the first record's steps: more is larger than a hook's gain may be
 
 
 def target_loss(records: list[Record]) -> float:
@@ -25,8 +27,15 @@ def seconds_to(target: float, record: Record) -> float:
     return math.nan
 
 
-def table(records: list[Record]) -> str:
-    """Format one line per hook. Rates and gains refer to the first record."""
+def too_noisy(record: Record) -> str:
+    """Return why a run's times can't be compared with others'; "" if they can."""
+    fast, *_, slow = statistics.quantiles(record["step_s"][len(record["step_s"]) // 2 :], n=5)
+    text = f"of the steps of {record['hook']} a fifth took under {fast * 1e3:.0f} ms, a fifth over"
+    return f"{text} {slow * 1e3:.0f}" if slow > (1 + MAX_SPREAD) * fast else ""
+
+
+def table(records: list[Record], why_busy: str) -> str:
+    """Format one line per hook. Rates and gains refer to the first record. why_busy: it has no times then."""
     target, first = target_loss(records), records[0]
     first_s = seconds_to(target, first)
     lines = [
@@ -35,13 +44,14 @@ def table(records: list[Record]) -> str:
     ]
     for record in records:
         seconds = seconds_to(target, record)
+        times = f"{record['ms_per_step']:>9.0f}{seconds:>15.1f}{first_s / seconds:>14.1f}×"
         lines.append(
-            f"{record['hook']:14}{record['bytes_per_step']:>11,}"
-            f"{first['bytes_per_step'] / record['bytes_per_step']:>7.1f}×{record['ms_per_step']:>9.0f}"
-            f"{seconds:>15.1f}{first_s / seconds:>14.1f}×{record['validation_loss']:>11.3f}"
+            f"{record['hook']:15}{record['bytes_per_step']:>10,}"
+            f"{first['bytes_per_step'] / record['bytes_per_step']:>7.1f}×{'' if why_busy else times:39}"
+            f"{record['validation_loss']:>11.3f}"
             + (f"  chose {record['choice']}" if record["choice"] else "")
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, f"This machine is too busy to time this: {why_busy}."] if why_busy else lines)
 
 
 def draw(records: list[Record], path: Path) -> None:
@@ -56,6 +66,7 @@ def draw(records: list[Record], path: Path) -> None:
                 so_far = list(accumulate(record[of_steps]))
                 x = [so_far[step - 1] / unit for step in steps]
                 axes.plot(x, losses, color=COLORS[index % len(COLORS)], linewidth=2, label=record["hook"])
+        by_time.set_title(f"a small GPT, link: {records[0]['options']['link']}", loc="left")
         by_time.set(xlabel="seconds of training", ylabel="validation loss")
         by_time.legend(frameon=False)
         by_bytes.set(xscale="log", xlabel="MB handed to all-reduces", ylabel="validation loss")

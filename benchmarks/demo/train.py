@@ -23,15 +23,7 @@ from gradcomp.command_line import positive_int
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.named_hooks import NamedHook
 
-# By name, the hook in gradcomp/hooks/named_hooks.py, given PowerSGD's rank.
-HOOKS = {
-    **{name: name for name in ("none", "allreduce", "fp16", "bf16", "int8", "int4")},
-    "powersgd": "powersgd:{rank}",
-    "powersgd_int8": "powersgd:{rank}:int8",
-    "batched": "batched:{rank}",
-    "auto_hook": "",
-}
-
+AUTO = "auto"  # auto_hook's name; others have theirs in gradcomp/hooks/named_hooks.py
 # The first steps are plain all-reduces: the weights change fastest then, and DDP rebuilds its buckets. The
 # rule for real runs is a tenth.
 PLAIN_STEPS = 4
@@ -51,7 +43,6 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         ("heads", 4, "its attention heads"),
         ("batch", 4, "sequences per rank and step"),
         ("sequence", 64, "bytes per sequence"),
-        ("powersgd-rank", 8, "rank of PowerSGD's factors"),
         ("ranks", 2, "processes"),
     ):
         help_text = f"{text} (default: %(default)s)"
@@ -152,10 +143,10 @@ def train_steps(
         recorder.show(label)
 
 
-def register(hook: str, model: DistributedDataParallel, powersgd_rank: int) -> AutoState | None:
-    """Register a hook of HOOKS; return the state of auto_hook."""
-    if hook != "auto_hook":
-        NamedHook.named(HOOKS[hook].format(rank=powersgd_rank)).register(model, PLAIN_STEPS)
+def register(hook: str, model: DistributedDataParallel) -> AutoState | None:
+    """Register a hook by its name; return the state of auto_hook."""
+    if hook != AUTO:
+        NamedHook.named(hook).register(model, PLAIN_STEPS)
         return None
     state = AutoState(start_iter=PLAIN_STEPS, rounds=1)  # a short trial, for a short run
     model.register_comm_hook(state, auto_hook)
@@ -170,7 +161,7 @@ def train(hook: str, options: argparse.Namespace, device: torch.device, wire: Wi
     torch.manual_seed(options.seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence).to(device)
     model = DistributedDataParallel(net, bucket_cap_mb=BUCKET_CAP_MB)
-    state = register(hook, model, options.powersgd_rank)
+    state = register(hook, model)
     recorder = Recorder(options.steps, device, wire, num_validations=20)
     train_steps(
         hook,
