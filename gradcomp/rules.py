@@ -50,12 +50,13 @@ class Rule:
         return self.convert(value)
 
 
-def checked_field(default: Any, rule: Rule, *, is_compared: bool = True) -> Any:
+def checked_field(default: Any, rule: Rule, *, is_compared: bool = True, called: str = "") -> Any:
     """Return a field of a frozen dataclass of options. `check_fields` checks the field's value by the rule.
 
     is_compared: False to ignore the field when options are compared by ==, or between ranks.
+    called: the users' name of the option, for errors; by default the field's.
     """
-    return field(default=default, compare=is_compared, metadata={"rule": rule})
+    return field(default=default, compare=is_compared, metadata={"rule": rule, "called": called})
 
 
 def check_fields(options: Any) -> None:
@@ -65,7 +66,8 @@ def check_fields(options: Any) -> None:
     """
     for each in fields(options):
         if "rule" in each.metadata:
-            value = each.metadata["rule"](each.name, getattr(options, each.name))
+            name = each.metadata["called"] or each.name
+            value = each.metadata["rule"](name, getattr(options, each.name))
             object.__setattr__(options, each.name, value)
 
 

@@ -45,6 +45,8 @@ def announce_phase(state: Any, name: str, place: Place, gradient_bytes: int, sen
     text = f"{name} {begins} step {state.iter}{on}: {saved} per step and {per}"
     if place.has_delay:
         text += f"; a message and its answer take {place.round_trip_s * 1e3:.0f} ms"
+    if place.size == 1:
+        text += "; one rank sends nothing: its results show what compression loses, not what it saves"
     say(text, joined_group(state.process_group))
     if sent_bytes >= gradient_bytes:
         logger_of(state).warning("%s saves no bytes%s.", name, state._why_nothing_is_saved())

@@ -99,6 +99,11 @@ def checked(
     another version, another algorithm, or any other value that doesn't fit.
     """
     require_version(state_dict)
+    if not {"algorithm", "parameters"}.intersection(state_dict):
+        raise KeyError(
+            f"the state_dict lacks all that a hook's state saves; it has {', '.join(map(repr, state_dict))}. "
+            "Likely cause: it is a whole checkpoint: load the entry that state.state_dict() gave"
+        )
     if (scale := state_dict.get("gradient_scale")) is not None:
         state_dict = state_dict | {"gradient_scale": SCALE("gradient_scale", scale)}
     # First: another hook's file has other keys. A state may have had its compressor's name once.

@@ -53,14 +53,14 @@ class QuantizedOptions:
 
     bits: int = checked_field(4, BITS)
     block_size: int = checked_field(128, BLOCK_SIZE)
-    error_feedback: bool | None = checked_field(None, FEEDBACK)
+    error_feedback: bool | None = checked_field(None, FEEDBACK, called="use_error_feedback")
     uncompressed_dtype: torch.dtype | None = checked_field(None, SIXTEEN_BITS)
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.bits == 16 and self.error_feedback:
             raise ValueError(
-                "error_feedback is True, but bits is 16: values that are rounded to 16 bits keep no errors"
+                "use_error_feedback is True, but bits is 16: values rounded to 16 bits keep no errors"
             )
         if self.error_feedback is None:
             object.__setattr__(self, "error_feedback", self.bits != 16)

@@ -52,7 +52,7 @@ def compress_fsdp(
                 f"QuantizationState(replicate_group), got {replica_state!r}"
             )
         check_replicas(model, replica_state.process_group, replica_state)
-    check_reduce_scatter(model, state)
+    check_reduce_scatter(model, state, _WHOSE)
     gathers = all_gathers(model, weight_bits, state.options.block_size, ignored, state.ranks_per_node)
     # Nothing is refused below unless ranks differ: an error above leaves the model as it was.
     if replica_state is not None:

@@ -103,13 +103,17 @@ def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
     call_after_backward(model, sums.end_of_backward)
 
 
-def check_reduce_scatter(model: Any, state: CompressorState) -> tuple[list[ParamGroup], dist.ProcessGroup]:
+def check_reduce_scatter(
+    model: Any, state: CompressorState, whose: str = _WHOSE
+) -> tuple[list[ParamGroup], dist.ProcessGroup]:
     """Return (the model's parameter groups, their process group).
+
+    whose: the function that errors name.
 
     Raises compress_reduce_scatter's errors, except the errors about ranks that differ.
     """
-    groups = checked_groups(_WHOSE, model)
-    require_default(_WHOSE, groups, "reduce_scatter")
+    groups = checked_groups(whose, model)
+    require_default(whose, groups, "reduce_scatter")
     shard_group = groups[0].reduce_scatter_group
     assert shard_group is not None
     for group in groups:
@@ -118,17 +122,17 @@ def check_reduce_scatter(model: Any, state: CompressorState) -> tuple[list[Param
             first, other = map(dist.get_process_group_ranks, both)
             raise ValueError(
                 f"{groups[0].name} is sharded over ranks {first}, but {group.name} over ranks {other} or in "
-                f"another process group: {_WHOSE} takes a model that is sharded over one mesh"
+                f"another process group: {whose} takes a model that is sharded over one mesh"
             )
     if not isinstance(state, CompressorState) or not state.can_reduce_scatter:
         raise TypeError(
-            f"{_WHOSE} takes a QuantizationState, got {state!r}. PowerSGD and other compressors average a "
+            f"{whose} takes a QuantizationState, got {state!r}. PowerSGD and other compressors average a "
             "whole bucket on every rank, in all-reduces: use them between replicas, with compress_replicas"
         )
-    check_state(_WHOSE, state, shard_group, "the shards' group")
+    check_state(whose, state, shard_group, "the shards' group")
     if state.recorder is not None:
         raise ValueError(
-            f"{_WHOSE}: the state has a Recorder, but sums of shards are no averages to record: detach it"
+            f"{whose}: the state has a Recorder, but sums of shards are no averages to record: detach it"
         )
     require_names(FSDPModule, "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms")
     return groups, shard_group

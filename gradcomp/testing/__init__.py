@@ -3,7 +3,7 @@
 try:
     import hypothesis as hypothesis
 except ImportError as error:
-    raise ImportError("gradcomp.testing needs Hypothesis: pip install gradcomp[test]") from error
+    raise ImportError("gradcomp.testing needs Hypothesis: pip install hypothesis") from error
 
 from gradcomp.testing import properties, strategies
 from gradcomp.testing.check import Failure, Report, Verdict, check_hook

@@ -33,8 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--examples", type=positive_int, default=25, metavar="N", help=text)
     text = "a dtype of the gradients; can be given several times (default: float32, float64)"
     parser.add_argument("--dtype", action="append", choices=DTYPES, metavar="DTYPE", help=text)
-    text = "check this property only; can be given several times: " + ", ".join(p.name for p in PROPERTIES)
-    parser.add_argument("--only", action="append", default=[], metavar="PROPERTY", help=text)
+    names = [each.name for each in PROPERTIES]
+    text = f"check this property only; can be given several times: {', '.join(names)}"
+    parser.add_argument("--only", action="append", default=[], choices=names, metavar="PROPERTY", help=text)
     parser.add_argument("--no-processes", action="store_true", help="leave out the run in real processes")
     options = parser.parse_args(arguments)
     report = check_hook(

@@ -48,7 +48,7 @@ def test_every_property_of_the_kit(bits):
         ({"block_size": 7}, "block_size is 7"),
         ({"block_size": 0}, "block_size is 0"),
         ({"block_size": 4098}, "block_size is 4098, but must be an even number of elements from 2 to 4096"),
-        ({"use_error_feedback": 1}, "error_feedback is 1"),
+        ({"use_error_feedback": 1}, "use_error_feedback is 1"),
         (
             {"uncompressed_dtype": torch.float32},
             "uncompressed_dtype is torch.float32, but must be None, torch",

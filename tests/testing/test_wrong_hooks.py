@@ -7,6 +7,7 @@ import pytest
 from gradcomp.testing import PropertyFailure, check_hook, claims_of, properties
 from gradcomp.testing.__main__ import main
 from tests.depth import everyday
+from tests.programs import refusal
 from tests.testing import wrong_hooks
 from tests.testing.compressors import RandomK, TopK, hook
 from tests.testing.right_hooks import RIGHT
@@ -49,9 +50,11 @@ def test_the_command_line(capsys):
     options = ["--examples", "1", "--only", "random_state_kept", "--dtype", "float64", "--no-processes"]
     assert main([*names, *options]) == 1
     assert "expected torch's global generator to go on from the user's seed" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["nothing:here"])
-    assert "name 'nothing:here': module 'nothing' can't be imported" in capsys.readouterr().err
+    for wrong, message in (
+        (["nothing:here"], "name 'nothing:here': module 'nothing' can't be imported"),
+        ([*names, "--only", "foo"], "argument --only: invalid choice: 'foo'"),
+    ):
+        assert message in refusal(capsys, main, wrong)
 
 
 def test_a_hook_that_is_no_average_needs_claims():
