@@ -10,7 +10,11 @@ from benchmarks.records import Row
 
 Link = tuple[int, float | None]  # Mbit/s, 0 for no network, and one-way ms, None without a router
 
-DRAWN = ("none", "bf16", "int8", "int4", "powersgd:16:int8", "powersgd:8:int8", "auto", "noop")
+# The hooks in pictures and in README, in words.
+DRAWN = {"none": "no hook", "bf16": "16 bits", "int8": "8 bits", "int4": "4 bits"}
+DRAWN |= {f"powersgd:{rank}:int8": f"PowerSGD, rank {rank}, 8-bit factors" for rank in (16, 8)}
+DRAWN |= {"auto": "auto_hook", "noop": "no communication"}
+MODELS = {"mlp": "perceptron of 1.9 million parameters", "gpt": "GPT of 0.9 million parameters"}
 # By wrapper.
 ON = {"torch": "", "gradcomp": " on gradcomp's wrapper", "fsdp2": " on FSDP2", "local steps": " local steps"}
 PLAIN = {"fsdp2": "fp32:fp32"}  # by wrapper, the steps that others are compared with; else none on torch's
@@ -101,7 +105,8 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
     lines += ["| | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 1)]
     for hook in dict.fromkeys(map(name, rows)):
         of_hook = [row for row in rows if name(row) == hook]
-        sent = [row["sent_bytes_per_step"] for row in of_hook if "failed" not in row]
+        first = [row for row in of_hook if _link(row) == links[0]]  # links differ in TCP's headers
+        sent = [row["sent_bytes_per_step"] for row in first if "failed" not in row]
         cells = [f"{min(sent):,.0f}" if sent else ""]
         for link in links:
             beside = [row for row in rows if _link(row) == link]
@@ -209,12 +214,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _draw_panel(axes: Any, title: str, lines: dict[str, dict[float, list[Row]]]) -> None:
     colors = {**dict(zip(DRAWN, COLORS, strict=False)), "noop": COLORS[-1]}
-    for hook in sorted(lines, key=lambda each: DRAWN.index(each.removesuffix(FLAT))):
+    for hook in sorted(lines, key=lambda each: [*DRAWN].index(each.removesuffix(FLAT))):
         xs, times = zip(*((x, median_ms(runs)) for x, runs in sorted(lines[hook].items())), strict=True)
         style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) or hook == "auto" else "-"
-        axes.plot(
-            xs, times, style, marker="o", markersize=4, color=colors[hook.removesuffix(FLAT)], label=hook
-        )
+        plain = hook.removesuffix(FLAT)
+        label = DRAWN[plain] + hook.removeprefix(plain)
+        axes.plot(xs, times, style, marker="o", markersize=4, color=colors[plain], label=label)
     axes.set(yscale="log", ylabel="ms per step", xlabel="one-way delay, ms")
     axes.set_xticks(_xs(lines))
     label_decades(axes.yaxis)
@@ -235,4 +240,4 @@ def _x(row: Row) -> float:
 
 def _panel(row: Row) -> str:
     link = "" if row.get("delay_ms") is None else f", {row['mbit_per_s']:,} Mbit/s"
-    return f"{row['model']}, {places(row)}{link}"
+    return f"{MODELS.get(row['model'], row['model'])}, {places(row)}{link}"
