@@ -89,8 +89,8 @@ class Network:
         size = self.num_nodes if collective.group == "between" else self.world_size
         if self.by_messages:
             row_bytes = -(-collective.num_bytes // self.world_size)
-            is_ahead = self.has_delay and is_posted_ahead(row_bytes, size)
-            return 2 * (size - 1) if collective.kind == "all-reduce" else 0.5 if is_ahead else 1.0
+            of_exchange = 0.5 if is_posted_ahead(row_bytes, size) else 1.0
+            return 2 * (size - 1) if collective.kind == "all-reduce" else of_exchange
         if collective.kind == "all-reduce":
             return math.ceil(math.log2(self.num_nodes))
         return 0.5 * (size - 1) if collective.kind == "all-gather" else 0.5

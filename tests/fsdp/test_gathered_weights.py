@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradcomp.comm import exchange
 from gradcomp.compress.all_gather import _GatherWork
 from gradcomp.fsdp import compress_all_gather
 from tests.depth import everyday
@@ -117,7 +118,8 @@ def bytes_sent(rank, form):
 
     def counting(tensor, *, group, group_dst, **rest):
         receiver = dist.get_global_rank(group, group_dst)
-        sent[receiver // 2 == rank // 2] += tensor.nbytes
+        has_heading = rest["tag"] >= exchange._FIRST_OF_CHANNELS
+        sent[receiver // 2 == rank // 2] += tensor.nbytes - exchange._HEADING_BYTES * has_heading
         return isend(tensor, group=group, group_dst=group_dst, **rest)
 
     with mock.patch.object(dist, "isend", counting):
