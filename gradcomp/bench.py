@@ -85,10 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"one rank has nobody to communicate with; {HOW_TO_START}")
     if num_ranks % (per_node or 1):
         parser.error(f"{num_ranks} ranks don't fill nodes of {per_node} (--ranks-per-node)")
-    try:
-        _run_rank(parser, options, state)
-    except KeyboardInterrupt:
-        os._exit(INTERRUPTED)  # without cleanup: collectives under way would wait for the other ranks
+    _run_rank(parser, options, state)
 
 
 def _run_rank(parser: BenchParser, options: Any, state: AutoState) -> None:
@@ -110,6 +107,8 @@ def _run_rank(parser: BenchParser, options: Any, state: AutoState) -> None:
         noop_ms, none_ms = measure(module, loss, state, device, options.bucket_cap_mb)
         if rank == 0:
             print("\n".join(report(state, noop_ms, none_ms)))
+    except KeyboardInterrupt:
+        os._exit(INTERRUPTED)  # without cleanup: collectives under way would wait for the other ranks
     finally:
         dist.destroy_process_group()
 

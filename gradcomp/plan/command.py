@@ -19,7 +19,7 @@ from .models import DTYPES, Shape, buckets_of, load_shapes
 EXPLANATION = """
 node sends: the bytes that leave a node in a step; a rank, if it is a node of its own. transfer: their time.
 waits: the round trips that follow one another. Arithmetic: nothing was run. Computing, compressing and links
-within a node take no time here, and backward hides a part of both times. python -m gradcomp bench measures.
+within a node take no time here, and backward hides a part of both times. torchrun -m gradcomp bench measures.
 """
 
 
