@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..comm.consistency import first_of
 from ..comm.process_group import joined_group
 from ..rules import COUNT, RANK, SCALE
 from .compressor import Compressor
@@ -101,7 +102,7 @@ def checked(
     require_version(state_dict)
     if not {"algorithm", "parameters"}.intersection(state_dict):
         raise KeyError(
-            f"the state_dict lacks all that a hook's state saves; it has {', '.join(map(repr, state_dict))}. "
+            f"the state_dict lacks all that a hook's state saves; it has {first_of(list(state_dict))}. "
             "Likely cause: it is a whole checkpoint: load the entry that state.state_dict() gave"
         )
     if (scale := state_dict.get("gradient_scale")) is not None:

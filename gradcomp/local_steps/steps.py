@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from ..comm.bucket import Hook, Hooked, name_of
 from ..comm.consistency import difference, require_all_ranks, require_same_on_all_ranks
@@ -158,7 +159,7 @@ class LocalSteps(SavedSteps):
     ):
         if not isinstance(model, nn.Module):
             raise TypeError(f"LocalSteps takes a model, got {described(model)}")
-        if callable(getattr(model, "register_comm_hook", None)):
+        if isinstance(model, Joinable):  # torch's DDP or ours
             raise TypeError(
                 f"LocalSteps takes the model itself, got {described(model)}, which averages gradients in "
                 "every step: pass what it wraps, its module"

@@ -121,7 +121,7 @@ KEYS = {
     "an unknown key": (of_all(warmstart=True), "the state_dict has the unknown 'warmstart'"),
     "both": (lambda d: d.update(a=d.pop("iter")), "the state_dict lacks iter and has the unknown 'a'"),
     "of the options": (lambda d: d["options"].pop("warm_start"), "options lacks warm_start"),
-    "a whole checkpoint": (lambda d: [d.clear(), d.update(model=1)], "has 'model'. .* a whole checkpoint"),
+    "a whole checkpoint": (lambda d: [d.clear(), d.update(model=1)], "it has model. .* a whole checkpoint"),
     "no version": (lambda d: d.pop("version"), "the state_dict lacks version"),
 }
 
