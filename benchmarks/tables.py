@@ -69,7 +69,7 @@ def readmes_lines() -> Iterator[str]:
     sent = {row["hook"]: row["sent_bytes_per_step"] for row in at(runs, links[0])}
     for hook, name in report.DRAWN.items():
         times = " | ".join(report.cell(at(runs, link, hook=hook), at(runs, link)) for link in links)
-        rate = {"auto": "as it chooses", "noop": "all"}.get(hook, f"{sent['none'] / sent[hook]:.1f}×")
+        rate = {"auto": "as it chooses", "noop": "all"}.get(hook) or f"{sent['none'] / sent[hook]:.1f}×"
         loss = costs.get({"bf16": "fp16"}.get(hook, hook), [])[8:9] if hook != "none" else []
         yield f"| {name} | {rate} | {times} | {''.join(loss)} |"
 

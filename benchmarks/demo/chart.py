@@ -51,7 +51,8 @@ def table(records: list[Record], why_busy: str) -> str:
             f"{record['validation_loss']:>11.3f}"
             + (f"  chose {record['choice']}" if record["choice"] else "")
         )
-    return "\n".join([*lines, f"This machine is too busy to time this: {why_busy}."] if why_busy else lines)
+    advice = [f"This machine is too busy to time this: {why_busy}. Try again when it isn't."]
+    return "\n".join(lines + (advice if why_busy else []))
 
 
 def draw(records: list[Record], path: Path) -> None:

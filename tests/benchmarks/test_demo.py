@@ -154,7 +154,7 @@ def test_a_busy_machine_gives_no_times():
     record = calm | results | {"validation_losses": [(0, 3.0), (10, 2.5)]}
     assert "  111 " in chart.table([record], "")
     busy = chart.table([record], why)
-    assert busy.endswith(f"too busy to time this: {why}.")
+    assert f"too busy to time this: {why}." in busy
     assert " 111" not in busy
     assert "800    1.0×" in busy
 
