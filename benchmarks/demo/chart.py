@@ -67,7 +67,8 @@ def draw(records: list[Record], path: Path) -> None:
                 so_far = list(accumulate(record[of_steps]))
                 x = [so_far[step - 1] / unit for step in steps]
                 axes.plot(x, losses, color=COLORS[index % len(COLORS)], linewidth=2, label=record["hook"])
-        by_time.set_title(f"a small GPT, link: {records[0]['options']['link']}", loc="left")
+        link = records[0]["options"]["link"] or "the loopback"
+        by_time.set_title(f"a small GPT over {link}", loc="left", fontsize="medium")
         by_time.set(xlabel="seconds of training", ylabel="validation loss")
         by_time.legend(frameon=False)
         by_bytes.set(xscale="log", xlabel="MB handed to all-reduces", ylabel="validation loss")

@@ -209,7 +209,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     with picture(path, len(panels)) as all_axes:
         for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
             _draw_panel(axes, title, lines)
-        all_axes[0].legend(ncols=3, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.08), borderpad=0)
+        legend = {"ncols": 2, "frameon": False, "fontsize": "small", "borderpad": 0}
+        all_axes[0].legend(**legend, loc="lower left", bbox_to_anchor=(0, 1.24))
 
 
 def _draw_panel(axes: Any, title: str, lines: dict[str, dict[float, list[Row]]]) -> None:
@@ -221,12 +222,12 @@ def _draw_panel(axes: Any, title: str, lines: dict[str, dict[float, list[Row]]])
         label = DRAWN[plain] + hook.removeprefix(plain)
         axes.plot(xs, times, style, marker="o", markersize=4, color=colors[plain], label=label)
     axes.set(yscale="log", ylabel="ms per step", xlabel="one-way delay, ms")
-    axes.set_xticks(_xs(lines))
+    axes.set_xticks([x for x in _xs(lines) if not 0 < x < max(_xs(lines)) / 10])  # their labels would touch
     label_decades(axes.yaxis)
     if "Mbit/s" not in title:
         axes.set(xscale="log", xlabel="Mbit/s")
         label_decades(axes.xaxis)
-    axes.set_title(title, loc="left")
+    axes.set_title(title, loc="left", fontsize="medium")
     axes.grid(which="major", alpha=0.3)
 
 
@@ -240,4 +241,4 @@ def _x(row: Row) -> float:
 
 def _panel(row: Row) -> str:
     link = "" if row.get("delay_ms") is None else f", {row['mbit_per_s']:,} Mbit/s"
-    return f"{MODELS.get(row['model'], row['model'])}, {places(row)}{link}"
+    return f"{MODELS.get(row['model'], row['model'])},\n{places(row)}{link}"
