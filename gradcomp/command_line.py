@@ -72,8 +72,6 @@ def find_callable(name: str, what: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         found = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"{what} {name!r}: module {module!r} can't be imported: {error}") from error
     except (Exception, SystemExit) as error:
         raise ValueError(f"{what} {name!r}: module {module!r} fails: {in_words(error)}") from error
     function: Any = getattr(found, attribute, None)

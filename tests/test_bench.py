@@ -119,18 +119,6 @@ def test_bad_arguments_start_nothing(capsys, monkeypatch, arguments, message):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--hook", "int2"], "there is no hook"), (["--ranks-per-node", "3"], "2 ranks don't fill nodes of 3")],
-)
-def test_of_several_ranks_one_speaks(capsys, monkeypatch, rank, arguments, message):
-    monkeypatch.setattr(bench, "GRACE_S", 0)
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert refusal(capsys, main, ["bench", *arguments]).count(message) == (rank == "0")
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [

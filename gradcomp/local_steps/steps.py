@@ -160,10 +160,7 @@ class LocalSteps(SavedSteps):
         if not isinstance(model, nn.Module):
             raise TypeError(f"LocalSteps takes a model, got {described(model)}")
         if isinstance(model, Joinable):  # torch's DDP or ours
-            raise TypeError(
-                f"LocalSteps takes the model itself, got {described(model)}, which averages gradients in "
-                "every step: pass what it wraps, its module"
-            )
+            raise TypeError(f"LocalSteps takes the model itself, got {described(model)}: pass its module")
         _require_state(hook, state, process_group)
         self._hooked = Hooked(hook, process_group if hook is None else state)
         self._own = OwnWeights(model)

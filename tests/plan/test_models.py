@@ -110,7 +110,7 @@ def test_every_parameter_has_its_dtype(users_module):
     [
         ("resnet51", "model 'resnet51' is neither module:callable nor a file of .pt"),
         ("users_plan_model:", "'' of module 'users_plan_model' is not there"),
-        ("users_no_model:f", "module 'users_no_model' can't be imported: No module named"),
+        ("users_no_model:f", "module 'users_no_model' fails: ModuleNotFoundError"),
         ("users_broken_model:f", "module 'users_broken_model' fails: ZeroDivisionError"),
         ("users_script:f", "module 'users_script' fails: SystemExit: usage: users_script FILE"),
         ("users_plan_model:absent", "'absent' of module 'users_plan_model' is not there"),

@@ -33,9 +33,7 @@ def test_our_hooks_hold_what_they_claim(name):
     held = {name for name, verdict in report.verdicts.items() if verdict.outcome == "holds"}
     always = {"completes", "finite_in_finite_out", "replicas_identical", "deterministic", "averages"}
     assert held >= always | {"nonfinite_seen_by_all", "scale_equivariant"}
-    assert ("rank_permutation" in held) == (
-        name not in ("int4", "auto")
-    )  # a rank doesn't round its own shard
+    assert ("rank_permutation" in held) == (name not in ("int4", "auto"))  # its own shard isn't rounded
     assert ("zero_stays_zero" in held) == ("batched" not in name)
     if OURS[name][1] is None:
         assert "bucket_insensitive" in held
@@ -66,16 +64,12 @@ def test_zeros_stay_zeros_in_every_kind_of_block(name):
     assert report.verdicts["zero_stays_zero"].outcome == "holds"
 
 
-@pytest.mark.filterwarnings(
-    "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
-)  # numpy warns about inf
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning")
 @pytest.mark.parametrize("name", everyday(ON_KERNELS, OURS))
 def test_our_kernels_too(name, monkeypatch, device):
     """Under the interpreter, or on the GPU, hooks are checked on few and small workloads."""
-    only = [
-        *("averages", "replicas_identical", "exact_up_to_rank", "error_feedback_identity"),
-        "nonfinite_seen_by_all",
-    ]
+    only = ["averages", "replicas_identical", "exact_up_to_rank", "error_feedback_identity"]
+    only += ["nonfinite_seen_by_all"]
     device = device.type
     workload = Workload(((9, 8), (3,)), steps=4, noise=1.0, drift=0.5, device=device)
     hook, make_state = OURS[name]
@@ -93,10 +87,8 @@ def test_our_kernels_too(name, monkeypatch, device):
 @pytest.mark.usefixtures("plain_torch")
 def test_three_ranks_and_other_dtypes():
     dtypes = (torch.float64, torch.bfloat16, torch.float16)
-    only = [
-        *("averages", "error_feedback_identity", "exact_up_to_rank", "finite_in_finite_out"),
-        "rank_permutation",
-    ]
+    only = ["averages", "error_feedback_identity", "exact_up_to_rank", "finite_in_finite_out"]
+    only += ["rank_permutation"]
     options = {"world_size": 3, "max_examples": everyday(2, 6), "dtypes": dtypes, "only": only}
     for name in ("allreduce", "PowerSGD r=1"):
         check_hook(*OURS[name], **options).raise_if_failed()
@@ -118,6 +110,19 @@ def test_torchs_defects_are_found_by_search():
         PropertyFailure, match=r"(?s)completes fails for\n  Workload\(.*claims=dataclasses.replace"
     ):
         report.raise_if_failed()
+
+
+def test_what_fails_only_once_is_not_checked():
+    num_calls = iter(range(10**6))
+
+    def hook(group, bucket):
+        if next(num_calls) == 60:
+            raise OSError("the disk was full")
+        return default_hooks.allreduce_hook(group, bucket)
+
+    report = check_hook(hook, max_examples=9, only=["completes", "averages"], processes=False)
+    assert [each.outcome for each in report.verdicts.values()] == ["not checked", "holds"]
+    assert report.verdicts["completes"].note.startswith("not every time completes fails for Workload(")
 
 
 def test_a_hook_that_never_runs():

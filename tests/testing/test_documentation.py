@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from gradcomp.testing import PropertyFailure, Workload, check_hook, properties
 from tests.depth import everyday
+from tests.programs import run_python
 
 DOCS = Path(__file__).parents[2] / "docs" / "testing.md"
 PROPERTIES = set(properties.__all__)
@@ -67,7 +67,4 @@ def test_the_documentation_names_every_property():
 
 def test_without_hypothesis_the_package_says_what_it_needs():
     code = "import sys; sys.modules['hypothesis'] = None; import gradcomp; import gradcomp.testing"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert "ImportError: gradcomp.testing needs Hypothesis: pip install hypothesis" in run.stderr
+    assert "ImportError: gradcomp.testing needs Hypothesis: pip install" in run_python("-c", code).stderr

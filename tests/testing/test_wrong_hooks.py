@@ -51,7 +51,7 @@ def test_the_command_line(capsys):
     assert main([*names, *options]) == 1
     assert "expected torch's global generator to go on from the user's seed" in capsys.readouterr().out
     for wrong, message in (
-        (["nothing:here"], "name 'nothing:here': module 'nothing' can't be imported"),
+        (["nothing:here"], "name 'nothing:here': module 'nothing' fails: ModuleNotFoundError"),
         ([*names, "--only", "foo"], "argument --only: invalid choice: 'foo'"),
     ):
         assert message in refusal(capsys, main, wrong)

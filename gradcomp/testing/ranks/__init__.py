@@ -32,7 +32,7 @@ def run_ranks(
     schedule: the order in which simulated ranks run; the same schedule repeats a run bit for bit. Schedule 0
         runs collectives and callbacks as early as possible, any other schedule at random times. On gloo the
         operating system is the scheduler.
-    timeout_s: the seconds after which the ranks must be done.
+    timeout_s: the seconds after which gloo ranks must be done, and in which simulated ones must make a call.
 
     Raises RankError if a rank raises, if the ranks wait for each other, or if they are not done in time;
     CollectiveMismatch, a RankError, if simulated ranks disagree on a collective (gloo ranks hang, die or

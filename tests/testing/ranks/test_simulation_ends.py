@@ -2,7 +2,9 @@
 
 import re
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -187,6 +189,16 @@ def test_a_loop_without_end_is_interrupted() -> None:
     message = error_of(function, timeout_s=0.1)
     assert message.startswith("the ranks were not done after 0.1 s")
     assert "in function\n    while rank == 0:" in message
+
+
+def test_a_run_that_still_makes_calls_is_not_stuck() -> None:
+    def function(rank: int, group: dist.ProcessGroup, num_calls: int) -> None:
+        for _ in range(num_calls):
+            time.sleep(0.01)
+            dist.barrier()
+
+    run_ranks(function, 2, 20, timeout_s=0.1)
+    assert "not done after 0.1 s" in error_of(partial(function, num_calls=10**6), timeout_s=0.1)
 
 
 def test_a_thread_that_is_no_rank_s_is_refused() -> None:
