@@ -26,9 +26,6 @@ from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
 from gradcomp.hooks.debugging_hooks import noop_hook
 from gradcomp.hooks.default_hooks import allreduce_hook
 
-INTERRUPTED = 128 + signal.SIGINT
-TIMEOUT = timedelta(seconds=120)
-GRACE_S = 5.0  # for rank 0 to print why all ranks end: a launcher ends all when one has ended
 HOW_TO_START = (
     "start it with torchrun, on one machine (torchrun --nproc-per-node 2 -m gradcomp bench) or on several "
     "(torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 …)"
@@ -41,7 +38,7 @@ class BenchParser(OneLineParser):
     def error(self, message: str) -> Any:
         if os.environ.get("RANK", "0") == "0":
             super().error(message)
-        time.sleep(GRACE_S)
+        time.sleep(5)  # for rank 0 to print why all ranks end: a launcher ends all when one has ended
         self.exit(2)
 
 
@@ -98,7 +95,7 @@ def _run_rank(parser: BenchParser, options: Any, state: AutoState) -> None:
     if has_streams(device):
         torch.cuda.set_device(device)
     backend = "nccl" if has_streams(device) else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    dist.init_process_group(backend, timeout=timedelta(seconds=120))
     try:
         module, loss = _model(parser, options.model, device)
         if rank == 0:
@@ -108,7 +105,7 @@ def _run_rank(parser: BenchParser, options: Any, state: AutoState) -> None:
         if rank == 0:
             print("\n".join(report(state, noop_ms, none_ms)))
     except KeyboardInterrupt:
-        os._exit(INTERRUPTED)  # without cleanup: collectives under way would wait for the other ranks
+        os._exit(128 + signal.SIGINT)  # without cleanup: collectives under way would wait for the other ranks
     finally:
         dist.destroy_process_group()
 

@@ -66,9 +66,8 @@ def check_fields(options: Any) -> None:
     """
     for each in fields(options):
         if "rule" in each.metadata:
-            name = each.metadata["called"] or each.name
-            value = each.metadata["rule"](name, getattr(options, each.name))
-            object.__setattr__(options, each.name, value)
+            rule, name = each.metadata["rule"], each.metadata["called"] or each.name
+            object.__setattr__(options, each.name, rule(name, getattr(options, each.name)))
 
 
 def _is_number(value: Any) -> bool:

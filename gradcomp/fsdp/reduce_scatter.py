@@ -108,9 +108,7 @@ def check_reduce_scatter(
 ) -> tuple[list[ParamGroup], dist.ProcessGroup]:
     """Return (the model's parameter groups, their process group).
 
-    whose: the function that errors name.
-
-    Raises compress_reduce_scatter's errors, except the errors about ranks that differ.
+    Raises compress_reduce_scatter's errors, which name `whose`, except the errors about ranks that differ.
     """
     groups = checked_groups(whose, model)
     require_default(whose, groups, "reduce_scatter")

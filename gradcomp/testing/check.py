@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from textwrap import shorten
@@ -32,10 +33,8 @@ Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 OVERRIDE = (
     "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
 )
-# The most lines shown of a message. A longer one holds a traceback: its middle lines are left out.
-LONGEST_MESSAGE = 14
-# The most workloads tried to simplify a failing one.
-MOST_SIMPLER = 40
+LONGEST_MESSAGE = 14  # lines; a longer one holds a traceback: its middle lines are left out
+MOST_SIMPLER = 40  # workloads that are tried to simplify a failing one
 
 
 @dataclass(frozen=True)
@@ -188,14 +187,15 @@ def _report(
             if search.failure is not None or search.fails(workload):
                 break
         search.simplify()
+        search.confirm()
         report.verdicts[each.name] = search.verdict()
+        known += each.explains if search.first is not None else ()
         if search.failure is not None:
             workload, message = search.failure.counterexample, search.failure.message
             if factor := subject.multiple_of_mean(workload):
                 message += f"; the output is {factor} × the mean"
             test = _test(subject, each, workload)
             report.failures.append(replace(search.failure, message=message, test=test))
-            known += each.explains
     return report
 
 
@@ -204,11 +204,12 @@ def _report_without_claims(subject: Subject, drawn: Drawn, max_examples: int, er
     completes = PROPERTIES[0]
     search = _Search(completes, subject, f"fails in the probe, {completes.name}")
     search.draw(drawn.any(extra_steps=PROBED_STEPS), max(max_examples, PROBED_STEPS))
-    if search.failure is None:
+    search.confirm()
+    if search.first is None:
         raise error
     not_checked = Verdict("not checked", note="the hook does not complete")
     verdicts = {**{each.name: not_checked for each in PROPERTIES}, completes.name: search.verdict()}
-    return Report(subject.name, None, verdicts, [search.failure])
+    return Report(subject.name, None, verdicts, [search.failure] if search.failure else [])
 
 
 @dataclass
@@ -217,6 +218,7 @@ class _Search:
 
     what: the search in words, to show the progress.
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
+    failure, first: the last failure, and the first one.
     """
 
     searched: Property
@@ -228,17 +230,13 @@ class _Search:
     num_tried: int = 0
     num_examples: int = 0
     num_passed_over: int = 0
-    flaky: str = ""
+    first: Failure | None = None
 
     def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
         """Try drawn workloads. If one fails, find the smallest that does."""
-        try:
-            limits = settings(max_examples=max_examples, phases=PHASES, **REPEATED)
+        limits = settings(max_examples=max_examples, phases=PHASES, **REPEATED)
+        with suppress(NoSuchExample, Flaky):
             find(strategy, self.fails, settings=limits)
-        except NoSuchExample:
-            pass
-        except Flaky:  # on a busy machine, say: that accuses nobody
-            self.flaky, self.failure = f"not every time {self.failure}", None
 
     def simplify(self) -> None:
         """Simplify the failing workload while a simpler one fails, too."""
@@ -251,6 +249,11 @@ class _Search:
             else:
                 return
 
+    def confirm(self) -> None:
+        """Drop a failure if neither it nor the first one comes again: a busy machine accuses nobody."""
+        found, self.failure = [each for each in (self.failure, self.first) if each is not None], None
+        any(self.fails(each.counterexample) for each in found)
+
     def fails(self, workload: Workload) -> bool:
         self.num_tried += 1
         _show(f"{self.subject.name}: {self.what}, example {self.num_tried}")
@@ -261,6 +264,7 @@ class _Search:
             return False
         except (PropertyFailure, RankError) as error:
             self.failure = Failure(self.searched.name, workload, str(error))
+            self.first = self.first or self.failure
             return True
         self.num_examples += 1
         if measured is not None:
@@ -271,9 +275,11 @@ class _Search:
         if self.failure is not None:
             message = self.failure.message.removeprefix(f"{self.searched.name}: ")
             return Verdict("fails", note=shorten(message.splitlines()[0], 90, placeholder="…"))
-        if self.flaky or not self.num_examples:
-            note = self.flaky or "no example in which the hook completes with finite averages"
+        if self.first is not None:
+            note = f"not every time: {self.first.message.splitlines()[0]}"
             return Verdict("not checked", note=shorten(note, 160, placeholder="…"))
+        if not self.num_examples:
+            return Verdict("not checked", note="no example in which the hook completes with finite averages")
         measured, note = None, ""
         if self.measured:
             measured, note = self.searched.worst(self.measured), self.searched.measure

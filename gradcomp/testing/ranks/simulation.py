@@ -166,12 +166,12 @@ class Simulation:
             stack.enter_context(c10d.waiting_by(self._wait_for))
             try:
                 self._switch_to(self._next())
-                for _ in range(20):  # a run that still makes calls isn't stuck: the machine may be busy
+                for _ in range(5):  # a run that still makes calls isn't stuck: the machine may be busy
                     before = self._num_pauses
                     if self._over.wait(timeout_s) or self._num_pauses == before:
                         break
                 if not self._over.is_set():
-                    self.fail(RankError(f"the ranks were not done after {timeout_s} s\n{self._stacks()}"))
+                    self.fail(RankError(f"the ranks were not done in time\n{self._stacks()}"))
             except BaseException as interrupt:
                 self.fail(interrupt)
             self._end()

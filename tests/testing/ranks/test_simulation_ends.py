@@ -187,7 +187,7 @@ def test_a_loop_without_end_is_interrupted() -> None:
         dist.barrier()
 
     message = error_of(function, timeout_s=0.1)
-    assert message.startswith("the ranks were not done after 0.1 s")
+    assert message.startswith("the ranks were not done in time")
     assert "in function\n    while rank == 0:" in message
 
 
@@ -197,8 +197,8 @@ def test_a_run_that_still_makes_calls_is_not_stuck() -> None:
             time.sleep(0.01)
             dist.barrier()
 
-    run_ranks(function, 2, 20, timeout_s=0.1)
-    assert "not done after 0.1 s" in error_of(partial(function, num_calls=10**6), timeout_s=0.1)
+    run_ranks(function, 2, 150, timeout_s=1)
+    assert "not done in time" in error_of(partial(function, num_calls=10**6), timeout_s=0.1)
 
 
 def test_a_thread_that_is_no_rank_s_is_refused() -> None:
