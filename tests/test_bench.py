@@ -16,8 +16,7 @@ QUICK = ["--model", "tests.test_bench:tiny", "--bucket-cap-mb", "0.02", "--hook"
 
 
 def run_bench(*arguments, num_ranks=2):
-    count = ("--nproc-per-node", str(num_ranks))
-    return run_python(*TORCHRUN, *count, "-m", "gradcomp", "bench", "--cpu", *arguments)
+    return run_python(*TORCHRUN[:-1], str(num_ranks), "-m", "gradcomp", "bench", "--cpu", *arguments)
 
 
 # --- models, which the tests name on bench's command line ---
@@ -117,6 +116,13 @@ def test_bad_arguments_start_nothing(capsys, monkeypatch, arguments, message):
     said = refusal(capsys, main, ["bench", *arguments])
     assert message in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_of_several_ranks_one_speaks(capsys, monkeypatch, rank):
+    monkeypatch.setattr(bench.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(os, "environ", {**os.environ, "RANK": rank, "WORLD_SIZE": "2"})
+    assert ("ranks don't fill" in refusal(capsys, main, ["bench", "--ranks-per-node", "3"])) == (rank == "0")
 
 
 @pytest.mark.parametrize(

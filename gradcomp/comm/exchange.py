@@ -94,7 +94,7 @@ def takes_one_exchange(num_bytes: int, world_size: int, *, has_delay: bool) -> b
 
 
 def is_posted_ahead(num_bytes: int, world_size: int) -> bool:
-    """Return whether exchanges with messages of so many bytes take one way, once the delay is known."""
+    """Return whether receives of messages of this size are posted ahead in a group that knows its delay."""
     return 1 < world_size and (world_size - 1) << (_HEADING_BYTES + num_bytes).bit_length() <= AHEAD_BYTES
 
 

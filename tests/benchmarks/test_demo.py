@@ -145,13 +145,12 @@ def test_bad_options_are_shown(arguments, message, capsys):
 
 
 def test_a_busy_machine_gives_no_times():
-    calm = {"hook": "none", "step_s": [0.2] * 5 + [0.10, 0.11, 0.11, 0.11, 0.12]}
-    noisy = calm | {"step_s": [0.2] * 5 + [0.10, 0.10, 0.11, 0.13, 0.14]}
-    assert not chart.too_noisy(calm)
-    why = chart.too_noisy(noisy)
+    record = {"hook": "none", "bytes_per_step": 800, "ms_per_step": 111.0, "choice": None}
+    record |= {"validation_loss": 2.5, "validation_losses": [(0, 3.0), (10, 2.5)]}
+    record |= {"step_s": [0.2] * 5 + [0.10, 0.11, 0.11, 0.11, 0.12]}
+    assert not chart.too_noisy(record)
+    why = chart.too_noisy(record | {"step_s": [0.2] * 5 + [0.10, 0.10, 0.11, 0.13, 0.14]})
     assert why == "of the steps of none a fifth took under 100 ms, a fifth over 138"
-    results = {"bytes_per_step": 800, "ms_per_step": 111.0, "choice": None, "validation_loss": 2.5}
-    record = calm | results | {"validation_losses": [(0, 3.0), (10, 2.5)]}
     in_time, busy = chart.table([record], ""), chart.table([record], why)
     assert (" 111 " in in_time, " 111 " in busy, "800    1.0×" in busy) == (True, False, True)
     assert f"too busy to time this: {why}." in busy

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradcomp import DistributedDataParallel
+from gradcomp import DistributedDataParallel as Wrapper
 from gradcomp.hooks.powerSGD_hook import powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
@@ -256,10 +256,7 @@ REFUSED = [
     ("ValueError.*delay is 6, but must be below 6, the steps", lambda m, r, g: {"every": 6, "delay": 6}),
     ("ValueError.*delay is -1", lambda m, r, g: {"delay": -1}),
     ("TypeError.*LocalSteps takes a model, got None", lambda m, r, g: {"model": None}),
-    (
-        "TypeError.*the model itself, .* Distr.*: pass",
-        lambda m, r, g: {"model": DistributedDataParallel(m, process_group=g)},
-    ),
+    ("TypeError.*the model itself, .* Distr.*: pass", lambda m, r, g: {"model": Wrapper(m, process_group=g)}),
     ("TypeError.*an optimizer as its outer_opt.*got 0.7", lambda m, r, g: {"outer_optimizer": 0.7}),
     ("ValueError.* 6 .* which are not the model's", lambda m, r, g: {"outer_optimizer": nesterov(net())}),
     ("ValueError.*no trainable parameters", lambda m, r, g: {"model": nn.Identity()}),
