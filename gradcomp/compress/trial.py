@@ -33,6 +33,9 @@ DROPPED_FROM = 1.5
 SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
 # The probability, at most, that the lower end of any candidate's interval is above its true gain.
 RISK = 0.05
+# A trial that isn't sure has this many times its rounds. It ends early if a candidate is surely this many
+# times as fast as the first one.
+MOST_ROUNDS, CLEAR = 4, 2
 
 TOLERANCE = Rule(
     "a number of at least 0 and below 1", lambda value: type(value) in (int, float) and 0 <= value < 1, float
@@ -167,7 +170,7 @@ class Trial:
         return [seconds.get(i, math.inf) for i in counted], [waits.get(i, math.inf) for i in first]
 
     def end_round(self, seconds: Sequence[float], waits: Sequence[float], next_step: int) -> None:
-        """Begin the next round, or choose. Unknown times are looked for in as many rounds again.
+        """Begin the next round, or choose.
 
         seconds, waits: as from round_of, of the ranks' mean, and of the slowest rank. Equal on all ranks.
         next_step: the number of the step that comes now.
@@ -180,7 +183,7 @@ class Trial:
             each += of_round.get(name, [math.inf] * num)
         self.step, self.round = 0, self.round + 1
         known, is_known = self.medians(), not self.unknown
-        is_last = self.round >= (self.num_rounds if is_known else 2 * self.num_rounds)
+        is_last = self.round >= self.num_rounds * (1 if self.is_sure else MOST_ROUNDS) or self.is_clear
         if not is_last:
             limit = DROPPED_FROM * min(map(median_of, turns))
             left = {name for name in self.taking_part[1:] if limit < median_of(of_round[name]) < math.inf}
@@ -190,6 +193,29 @@ class Trial:
             before = self.taking_part.index(self.before) if self.before in self.taking_part else None
             chosen = choose(steps, self.tolerance, before) if is_known else 0
             self.choice, self.chosen_at = self.taking_part[chosen], next_step
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether all times are known, and a candidate pays or none can: more rounds wouldn't help.
+
+        One can pay if its median gain is above the tolerance, or if it may be CLEAR times as fast.
+        """
+        step, gains = self.medians()[self.names[0]], filter(None, map(self.gain, self.taking_part[1:]))
+        can_pay = any(
+            each.median > self.tolerance * step or each.high > step - step / CLEAR for each in gains
+        )
+        return not self.unknown and (bool(self._paying()) or not can_pay)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether a candidate that pays is surely at least CLEAR times as fast as the first one."""
+        step, level = self.medians()[self.names[0]], 1 - 2 * RISK / max(len(self.names) - 1, 1)
+        return any(gain.level >= level and gain.low > step - step / CLEAR for gain in self._paying())
+
+    def _paying(self) -> list[Gain]:
+        """Return the gains of the candidates that pay, without the first one's."""
+        gains = [self.gain(name) for name in self.taking_part[1:] if not self.objection(name)]
+        return list(filter(None, gains))
 
     @property
     def unknown(self) -> list[str]:

@@ -112,9 +112,11 @@ class AutoState(CompressorState):
     start_iter: plain steps before the trial, at least 2, because DDP rebuilds its buckets after the first.
     steps_per_turn: steps of a turn. Its first two don't count.
     rounds: every candidate has a turn in each round. A candidate that was 1.5 times slower than the fastest
-        has no others, except the first candidate.
-    retrial_every: steps from one trial to the next; None for no other trial on that ground. 50 steps in a row
-        that are 25 % slower than in the trial begin another one, too.
+        has no others, except the first candidate. A trial ends early if a candidate is surely twice as fast
+        as the first, and has up to four times as many rounds if steps vary too much to be sure.
+    retrial_every: steps from one trial to the next, a tenth of them after one that wasn't sure; None for no
+        other trial on that ground. 50 steps in a row that are 25 % slower than in the trial begin another
+        one, too.
     ranks_per_node: see CompressorState.
     clock: a function that returns seconds, instead of the device's events or time.perf_counter; for tests.
 
@@ -228,7 +230,7 @@ class AutoState(CompressorState):
         elif trial.choice is None:
             if trial.is_round_over:
                 self._end_round(trial, group)
-        elif self.retrial_every is not None and self.iter - trial.chosen_at >= self.retrial_every:
+        elif self._is_due(trial):
             self._begin_trial(group)
         elif self.iter % CHECK_EVERY == 0:
             usual = trial.medians()[trial.choice]
@@ -253,10 +255,19 @@ class AutoState(CompressorState):
         if trial is not None and (trial.choice is None or trial.settings != self._new_trial(group).settings):
             self._trial = None
 
+    def _is_due(self, trial: Trial) -> bool:
+        """Whether another trial begins. One that wasn't sure is repeated after a tenth of the steps."""
+        every, since = self.retrial_every, self.iter - trial.chosen_at
+        return every is not None and (since >= every or (since == every // 10 and not trial.is_sure))
+
     def _begin_trial(self, group: dist.ProcessGroup) -> None:
-        self._trial = self._new_trial(group)
-        self._trial.step = min(self.iter - self._counts_from, 0)
+        self._trial = trial = self._new_trial(group)
+        trial.step = min(self.iter - self._counts_from, 0)
         self._forget_times()
+        if trial.choice is None:
+            first = self.iter - trial.step
+            last = first + trial.num_rounds * trial.steps_per_turn * len(trial.names)
+            say(f"auto_hook tries {', '.join(trial.names)} from step {first} to about step {last}", group)
 
     def _forget_times(self) -> None:
         self._clock.forget()
@@ -377,6 +388,8 @@ def _announce(trial: Trial, table: list[dict[str, Any]], step: int, group: dist.
     wait = "an unknown wait" if first["wait_ms"] is None else f"a wait of {first['wait_ms']:.3g} ms"
     if chosen is first:
         why = f"no other surely gains more than {trial.tolerance:.0%} of its step, within {wait}"
+        if not trial.is_sure:
+            why += f" (steps vary too much for {trial.round} rounds; see AutoState's rounds)"
     else:
         why = f"gain {_shown_gain(chosen)} of {wait}"
     say(

@@ -31,11 +31,12 @@ def test_the_mildest_of_those_that_pay(seconds, current, chosen):
 
 
 def choice_of(seconds, wait, current=None):
-    """Return which candidate a trial of one round chooses by these times."""
+    """Return which candidate a trial of one round chooses by these times: 0, too, where it isn't sure."""
     names, before = [str(i) for i in range(len(seconds))], None if current is None else str(current)
     trial = Trial(names, (2, 1), 2 + len(seconds[0]), 1, 0.05, before)
     trial.end_round([*chain(*seconds)], [wait] * len(seconds[0]), 0)
-    return int(trial.choice)
+    assert trial.is_sure == (trial.choice is not None)
+    return int(trial.choice or 0)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,38 @@ def test_noise_is_no_gain(noise):
     for trial in trials:
         trial[3] = [0.3 * each for each in trial[3]]
     assert sum(choice_of(trial, 1.0) == 3 for trial in trials) >= 950
+
+
+def trial_in(noise, speeds, random):
+    """Return a trial of the default length at an end, where steps take 1 / speed times the noise."""
+    trial = Trial(list(CANDIDATES), (2, 1), 6, 3, 0.05)
+    while trial.choice is None:
+        turns = [
+            [noise(random) / speeds[CANDIDATES.index(name)] for _ in range(4)] for name in trial.taking_part
+        ]
+        trial.end_round([*chain(*turns)], [0.9] * 4, 0)
+    return trial
+
+
+def busy(random):
+    """The times of a busy machine's steps: as log-normal ones of which one in ten takes longer, alone."""
+    return random.lognormvariate(0, 0.25) * (1 + (random.random() < 0.1) * random.expovariate(1))
+
+
+def test_a_gain_of_two_is_seen_on_a_busy_machine_and_no_gain_is_none():
+    random = Random(0)
+    trials = [trial_in(busy, [1, 1.2, 1.5, 2, 2, 2], random) for _ in range(200)]
+    assert all(CANDIDATES.index(trial.choice) > 1 for trial in trials)
+    assert sum(trial.round <= 6 for trial in trials) > 190
+    equal = [trial_in(busy, [1] * 6, random) for _ in range(200)]
+    assert sum(trial.choice == "none" for trial in equal) >= 190
+    assert {trial.round for trial in equal} == set(range(3, 13))
+
+
+@pytest.mark.parametrize(("speed", "rounds"), [(2.1, 2), (1.9, 3), (1.0, 3), (0.5, 1)])
+def test_a_clear_gain_ends_a_trial_early(speed, rounds):
+    trial = trial_in(lambda random: random.uniform(1, 1.01), [1] + [speed] * 5, Random(0))
+    assert (trial.round, trial.is_sure, trial.choice) == (rounds, True, "bf16" if speed > 1 else "none")
 
 
 def test_drift_between_rounds_cancels():
