@@ -287,6 +287,7 @@ def _stage(problem: Problem, stage: str) -> Setup:
             yield buffer
         restore()  # else the timed calls find the error of a whole step in M, next to zero
 
+    restore()  # the plans have their wires from the first step on
     written = {
         "project": [plan.p_wire for plan, *_ in plans],
         "orthonormalize": [],

@@ -216,21 +216,15 @@ def _tables_of(layout: FlatLayout, device: torch.device) -> flatten_kernel.Flatt
 
 
 def powersgd_plan(
-    layout: PowerSGDLayout,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    shares_scratch: bool = False,
-    **options: Any,
+    layout: PowerSGDLayout, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> PowerSGDPlan:
     """Return PowerSGD's plan for one bucket: its buffers and the three local stages of a step.
 
     layout: the compressed matrices and uncompressed tensors.
     dtype: the bucket's dtype. Sums are in fp32 (fp64 for fp64).
-    device: the bucket's device.
-    shares_scratch: let such plans on the kernels take buffers for partial sums and wires in turns, from
+    device: the bucket's device. Plans on the kernels take buffers for partial sums and wires in turns, from
         project to reconstruct: as many buffers as plans under way. Before and after, p_wire and q_wire are
-        undefined. All stages of such plans must be on one stream per device.
+        undefined. All stages of all plans must be on one stream per device.
 
     Options:
 
@@ -257,7 +251,7 @@ def powersgd_plan(
     plan.load(error, directions): restore these tensors.
     """
     if runs_triton(device):
-        return powersgd_kernels.PowerSGDPlan(layout, dtype, device, shares_scratch=shares_scratch, **options)
+        return powersgd_kernels.PowerSGDPlan(layout, dtype, device, **options)
     return cpu_powersgd.PowerSGDPlan(layout, dtype, device, **options)
 
 

@@ -77,6 +77,7 @@ def test_a_step_is_five_launches_and_allocates_nothing(count, rank, launched, de
     )  # fmt: skip
     assert launched == ["_random_q_kernel"]
     launched.clear()
+    plan.take_scratch()
     buffer = torch.zeros(plan.layout.numel, device=device)
     with LaunchingOps() as ops:
         step_of(plan, buffer)
