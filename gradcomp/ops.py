@@ -334,7 +334,7 @@ def decoder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **opt
 def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
     for tensor in (src, out):
         if tensor.dtype not in _FLOATS:
-            raise _float_error(name, tensor)
+            raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name} takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
@@ -343,12 +343,10 @@ def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
     if src.numel() != out.numel():
         raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
     if src.device != out.device:
-        raise _device_error(name, src, out.device)
+        raise ValueError(f"{name}: tensors are on {src.device} and on {out.device}")
 
 
 def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:
-    if not flat.is_complex() and flat.dtype not in _FLOATS:
-        raise _float_error(name, flat)
     if flat.dim() != 1 or flat.numel() != layout.numel or not flat.is_contiguous():
         raise ValueError(
             f"{name} takes a contiguous buffer of shape ({layout.numel},) for {layout}, "
@@ -356,32 +354,19 @@ def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, 
         )
     if len(tensors) != len(layout):
         raise ValueError(f"{name}: {layout} got {len(tensors)} tensors")
-    dtypes = {tensor.dtype for tensor in tensors}
-    are_alike = tuple([tensor.shape for tensor in tensors]) == layout.shapes and len(dtypes) <= 1
-    if not are_alike or not {tensor.device for tensor in tensors} <= {flat.device}:
-        for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}"
-                )
-            if tensor.dtype != tensors[0].dtype:
-                raise TypeError(
-                    f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
-                    f"tensor {index} is {tensor.dtype}"
-                )
-            if tensor.device != flat.device:
-                raise _device_error(name, tensor, flat.device)
-    if flat.is_complex() and not dtypes <= {flat.dtype}:
-        raise TypeError(
-            f"{name} converts no complex numbers: tensors are {tensors[0].dtype}, flat is {flat.dtype}"
+    shapes = tuple([tensor.shape for tensor in tensors])
+    if shapes != layout.shapes:
+        pairs = zip(shapes, layout.shapes, strict=True)
+        index = next(i for i, (shape, expected) in enumerate(pairs) if shape != expected)
+        raise ValueError(
+            f"{name}: tensor {index} has shape {tuple(shapes[index])}, its layout {layout.shapes[index]}"
         )
-    if not flat.is_complex() and not dtypes <= set(_FLOATS):
-        raise _float_error(name, tensors[0])
-
-
-def _float_error(name: str, tensor: torch.Tensor) -> Exception:
-    return TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
-
-
-def _device_error(name: str, tensor: torch.Tensor, device: torch.device) -> Exception:
-    return ValueError(f"{name}: tensors are on {tensor.device} and on {device}")
+    dtypes, devices = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
+    are_floats = flat.dtype in _FLOATS and dtypes <= set(_FLOATS) and len(dtypes) <= 1
+    if not are_floats and not (flat.is_complex() and dtypes <= {flat.dtype}):
+        raise TypeError(
+            f"{name} takes floating-point tensors of one dtype, or complex ones of the buffer's dtype, "
+            f"got {dtypes} and a buffer of {flat.dtype}"
+        )
+    if not devices <= {flat.device}:
+        raise ValueError(f"{name}: tensors are on {devices}, the buffer on {flat.device}")
