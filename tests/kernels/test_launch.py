@@ -26,8 +26,6 @@ stub_cuda.install()
 import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
-from gradcomp.kernels.flatten import _cast_kernel
-from gradcomp.kernels.launch import Launch
 from gradcomp.kernels.powersgd import plan as powersgd_plan
 from gradcomp.layout import PowerSGDLayout
 
@@ -86,7 +84,6 @@ for start in (0, 4):
     found[f"observed {start}"] = step(memory[start:][: LAYOUT.numel])
 runtime.launch_enter_hook.remove(hook)
 found["after"] = step(memory[: LAYOUT.numel])[1]
-found["kept"] = Launch(_cast_kernel, 1, memory[1:], memory, 1, 1.0, BLOCK=16).compile()
 found["logged"] = logged
 print(json.dumps(found))
 """
@@ -110,11 +107,9 @@ def test_compiled_launches_are_tritons_own():
     assert found["after"] == 0
     # Each reason is logged once.
     assert found["logged before"] == 0
-    unaligned, observed, refused = found["logged"]
+    unaligned, observed = found["logged"]
     assert "a buffer in torch.float32 begins 4 bytes after a multiple of 16" in unaligned
     assert "a profiler" in observed
-    assert "a tensor of _cast_kernel isn't aligned to 16 bytes" in refused
-    assert not found["kept"]
     assert found["compiled by warm-up"] > 0
     assert found["compiled by the plan"] == 0
 
