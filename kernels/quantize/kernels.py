@@ -229,50 +229,6 @@ def average_exact(
         tl.store(out_ptr + offs, round_to(mean_of(total, BY, INVERSE), TYPE), mask=mask)
 
 
-@triton.jit
-def average_blocks(
-    received_ptr, out_ptr, error_ptr, work, at, length, num_blocks, rank, payload_bytes, shard_blocks,
-    WORLD_SIZE: tl.constexpr, DIVISOR: tl.constexpr, SHRINK: tl.constexpr, BY: tl.constexpr,
-    INVERSE: tl.constexpr, FEEDBACK: tl.constexpr, HAS_OWN: tl.constexpr, ONLY_SUMS: tl.constexpr,
-    LARGEST: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Average a tile of blocks; see _average_kernel.
-
-    work: pointer to the program's row of work.
-    at, length, num_blocks: the row's first element in out with ONLY_SUMS, number of elements, and of blocks.
-    """
-    ACC: tl.constexpr = error_ptr.dtype.element_ty
-    code_at = tl.load(work + 5)
-    scale_at = tl.load(work + 6)
-    mask, offs = tile_of(num_blocks, BLOCKS, SIZE)
-    first = tl.load(work + 8)
-    if FEEDBACK:
-        first += rank * shard_blocks
-    error = error_ptr + first * SIZE
-    if HAS_OWN:
-        own = tl.load(error + offs, mask=mask, other=0.0)
-    else:
-        own = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
-    total, shown = sum_of_ranks(
-        own, received_ptr, payload_bytes, code_at, scale_at, num_blocks, rank,
-        WORLD_SIZE, SHRINK, BITS, LIMIT, SIZE, BLOCKS,
-    )  # fmt: skip
-    if ONLY_SUMS:
-        if not HAS_OWN:
-            total = saturated(total, LARGEST * BY)
-        store_gradients(out_ptr + at, mean_of(total, BY, INVERSE), length, num_blocks, BLOCKS, SIZE)
-        lost = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
-    else:
-        total = tl.where((shown != 0)[:, None], saturated(total, LARGEST * BY), 0.0)
-        codes, scale, lost = encode(mean_of(total, BY, INVERSE), BITS, LIMIT)
-        store_codes(codes_at(out_ptr, code_at, SIZE, BITS), codes, num_blocks, BLOCKS, SIZE, BITS)
-        store_scales(out_ptr, scale_at, scale, num_blocks, BLOCKS)
-        lost = saturated(lost * DIVISOR, LARGEST)
-        mask = mask & (shown == 1)[:, None]
-    if FEEDBACK and HAS_OWN:
-        tl.store(error + offs, lost, mask=mask)
-
-
 @triton.jit(do_not_specialize=["rank", "payload_bytes", "shard_blocks"])
 def _average_kernel(
     received_ptr, out_ptr, error_ptr, work_ptr,
@@ -303,6 +259,7 @@ def _average_kernel(
     Moves per fp32 element of the shard BITS / 8 B of codes for each of the W − 1 others and for the mean, and
     8 B of error.
     """
+    ACC: tl.constexpr = error_ptr.dtype.element_ty
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     at = tl.load(work + 1)
     length = tl.load(work + 2)
@@ -310,16 +267,40 @@ def _average_kernel(
     # Payloads begin on multiples of 16 bytes; dividing shows the compiler that they do.
     payload_bytes = payload_bytes // 16 * 16
     if tl.load(work) == BLOCKS_WORK:
-        average_blocks(
-            received_ptr, out_ptr, error_ptr, work, at, length, third, rank, payload_bytes, shard_blocks,
-            WORLD_SIZE, DIVISOR, SHRINK, BY, INVERSE, FEEDBACK, HAS_OWN, ONLY_SUMS, LARGEST,
-            BITS, LIMIT, SIZE, BLOCKS,
+        code_at = tl.load(work + 5)
+        scale_at = tl.load(work + 6)
+        mask, offs = tile_of(third, BLOCKS, SIZE)
+        first = tl.load(work + 8)
+        if FEEDBACK:
+            first += rank * shard_blocks
+        error = error_ptr + first * SIZE
+        if HAS_OWN:
+            own = tl.load(error + offs, mask=mask, other=0.0)
+        else:
+            own = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
+        total, shown = sum_of_ranks(
+            own, received_ptr, payload_bytes, code_at, scale_at, third, rank,
+            WORLD_SIZE, SHRINK, BITS, LIMIT, SIZE, BLOCKS,
         )  # fmt: skip
+        if ONLY_SUMS:
+            if not HAS_OWN:
+                total = saturated(total, LARGEST * BY)
+            store_gradients(out_ptr + at, mean_of(total, BY, INVERSE), length, third, BLOCKS, SIZE)
+            lost = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
+        else:
+            total = tl.where((shown != 0)[:, None], saturated(total, LARGEST * BY), 0.0)
+            codes, scale, lost = encode(mean_of(total, BY, INVERSE), BITS, LIMIT)
+            store_codes(codes_at(out_ptr, code_at, SIZE, BITS), codes, third, BLOCKS, SIZE, BITS)
+            store_scales(out_ptr, scale_at, scale, third, BLOCKS)
+            lost = saturated(lost * DIVISOR, LARGEST)
+            mask = mask & (shown == 1)[:, None]
+        if FEEDBACK and HAS_OWN:
+            tl.store(error + offs, lost, mask=mask)
     else:
         out = out_ptr + at if ONLY_SUMS else (out_ptr + third).to(tl.pointer_type(EXACT))
         average_exact(
-            received_ptr, out, payload_bytes, length, third, error_ptr.dtype.element_ty, EXACT,
-            WORLD_SIZE, SHRINK, BY, INVERSE, ONLY_SUMS,
+            received_ptr, out, payload_bytes, length, third,
+            ACC, EXACT, WORLD_SIZE, SHRINK, BY, INVERSE, ONLY_SUMS,
         )  # fmt: skip
 
 
