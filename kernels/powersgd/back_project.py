@@ -7,11 +7,7 @@ from ...device import dot_precision
 from ..launch import Launch, Slot, registers
 from .bucket import SCALE, PowerSGDBucket
 from .tile import (
-    COLS,
     MAX_FMA_RANK,
-    P_PANEL,
-    P_STRIDE,
-    Q_WIRE,
     SHRINK,
     WORK_FIELDS,
     add_up,
@@ -52,7 +48,7 @@ def back_project_tiles(
     FOLD: tl.constexpr = BLOCK_ROWS // ROWS_AT_ONCE
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
-    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, "P", BLOCK_ROWS)
     if FEEDBACK:
         source = memory_matrix(source_ptr, matrix_ptr, False)
     else:
@@ -115,7 +111,7 @@ def _back_project_kernel(
                 RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
             )  # fmt: skip
     if ADDS and is_adding(arrived_ptr, work, STORES):
-        add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, COLS, Q_WIRE, RANK, BLOCK_COLS)
+        add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, "Q", RANK, BLOCK_COLS)
 
 
 def back_project(bucket: PowerSGDBucket) -> list[Launch]:

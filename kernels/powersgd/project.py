@@ -15,12 +15,7 @@ from .random import direction
 from .tile import (
     COPY,
     MAX_FMA_RANK,
-    P_PANEL,
-    P_STRIDE,
-    P_WIRE,
-    Q_PANEL,
     Q_STRIDE,
-    ROWS,
     SHRINK,
     WORK_FIELDS,
     add_up,
@@ -130,8 +125,8 @@ def project_fma(
     FOLD: tl.constexpr = 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
-    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
-    q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, "P", BLOCK_ROWS)
+    q_panel, q_stride = panel(q_ptr, matrix_ptr, "Q", BLOCK_COLS)
     bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     if FEEDBACK:
         memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
@@ -185,8 +180,8 @@ def project_dot(
     RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     offs_row, offs_col = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_COLS)
     offs_rank = tl.arange(0, RANK_BLOCK)
-    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
-    q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, "P", BLOCK_ROWS)
+    q_panel, q_stride = panel(q_ptr, matrix_ptr, "Q", BLOCK_COLS)
     p_panel += row_block * BLOCK_ROWS
     bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     if FEEDBACK:
@@ -298,7 +293,7 @@ def _project_kernel(
                             RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
                         )  # fmt: skip
         if ADDS and is_adding(arrived_ptr, work, STORES):
-            add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, ROWS, P_WIRE, RANK, BLOCK_ROWS)
+            add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, "P", RANK, BLOCK_ROWS)
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
