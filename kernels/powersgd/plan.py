@@ -52,10 +52,10 @@ class PowerSGDPlan:
         """Take a scratch for a step, and make the stages on its memory, unless the plan has one already."""
         if self._has_taken_scratch:
             return
-        self._has_taken_scratch, scratch = True, take_scratch(self._device, self._scratch)
+        scratch = take_scratch(self._device, self._scratch, self._bucket.scratch_bytes)
+        self._has_taken_scratch = True
         if scratch is self._scratch and scratch.memory is self._scratch_memory:
             return
-        scratch.reserve(self._bucket.scratch_bytes)
         self._scratch, self._scratch_memory = scratch, scratch.memory
         self._bucket.place(scratch.memory)
         self.p_wire, self.q_wire = self._bucket.p_wire, self._bucket.q_wire

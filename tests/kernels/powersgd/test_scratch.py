@@ -82,7 +82,7 @@ def test_a_plan_that_an_error_has_stopped_goes_on_with_its_scratch(device):
 def test_the_scratch_goes_with_its_last_plan(device):
     plan = plan_of(SMALL, FP32, device)
     step([plan], random_grads(plan.layout, FP32, device, 0))
-    scratch = take_scratch(device, None)
+    scratch = take_scratch(device, None, 1)
     assert scratch is plan._scratch
     scratch.is_taken = False
     memory = weakref.ref(scratch.memory)
