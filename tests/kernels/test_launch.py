@@ -10,6 +10,7 @@ import os
 import pytest
 import torch
 
+from gradcomp.kernels import launch as launch_module
 from gradcomp.kernels.launch import Launch, Slot, Stage
 from tests.programs import needs_stub_cuda, run_python
 
@@ -115,10 +116,13 @@ def test_compiled_launches_are_tritons_own():
 
 
 class Kernel:
-    """A stand-in for a kernel that notes its launches' arguments."""
+    """A stand-in for a JITFunction that notes what it is launched with, and compiled with."""
 
     def __init__(self):
-        self.launched = []
+        self.launched, self.compiled = [], []
+
+    def warmup(self, *arguments, grid, **options):
+        self.compiled.append(options)
 
     def __getitem__(self, grid):
         return lambda *arguments, **constants: self.launched.append((grid, arguments, constants))
@@ -152,6 +156,20 @@ def test_a_launch_of_no_programs_launches_nothing():
     assert not kernel.launched
     full()
     assert kernel.launched == [((3,), (1,), {"BLOCK": 2})]
+
+
+def test_no_launch_on_rocm_names_maxnreg(monkeypatch):
+    monkeypatch.setattr(launch_module, "JITFunction", Kernel)
+    kernel, options = Kernel(), {"BLOCK": 4, "num_warps": 8, "enable_fp_fusion": False}
+    Launch(kernel, 1, **options, maxnreg=64)()
+    assert kernel.launched.pop() == ((1,), (), {**options, "maxnreg": 64})
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    launch = Launch(kernel, 1, **options, maxnreg=64)
+    launch()
+    assert kernel.launched == [((1,), (), options)]
+    # It is compiled ahead of the step, but Triton launches it.
+    assert not launch.compile()
+    assert kernel.compiled == [options]
 
 
 def test_a_launch_is_not_changed_by_another_threads():
