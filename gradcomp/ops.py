@@ -247,8 +247,8 @@ def powersgd_plan(
     With scale = 1 / world size the result is the average.
 
     plan.wire_numels: the number of elements of each P, of the uncompressed tensors, and of each Q.
-    plan.error(), plan.directions(): the tensors to keep across a restart.
-    plan.load(error, directions): restore these tensors.
+    plan.error(), plan.directions(): the tensors to keep across a restart: [numel], zero where nothing is
+        compressed; for every matrix, in the layout's order, Q [cols, rank]. plan.load takes them.
     """
     if runs_triton(device):
         return powersgd_kernels.PowerSGDPlan(layout, dtype, device, **options)
