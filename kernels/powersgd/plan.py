@@ -43,6 +43,7 @@ class PowerSGDPlan:
         self.wire_numels = (p_numels, work.p_wire_numel - work.uncompressed_start, q_numels)
         self._bucket = PowerSGDBucket(work, dtype, wire_dtype, device, **arithmetic)
         self._scratch: Scratch | None = None
+        self._scratch_memory: torch.Tensor | None = None
         self._has_taken_scratch = False
         self._random_q = Stage([random_q(self._bucket)], device)
         if device.type != "meta":
