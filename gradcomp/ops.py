@@ -216,21 +216,15 @@ def _tables_of(layout: FlatLayout, device: torch.device) -> flatten_kernel.Flatt
 
 
 def powersgd_plan(
-    layout: PowerSGDLayout,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    shares_scratch: bool = False,
-    **options: Any,
+    layout: PowerSGDLayout, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> PowerSGDPlan:
     """Return PowerSGD's plan for one bucket: its buffers and the three local stages of a step.
 
     layout: the compressed matrices and uncompressed tensors.
     dtype: the bucket's dtype. Sums are in fp32 (fp64 for fp64).
-    device: the bucket's device.
-    shares_scratch: let such plans on the kernels take buffers for partial sums and wires in turns, from
+    device: the bucket's device. Plans on the kernels take buffers for partial sums and wires in turns, from
         project to reconstruct: as many buffers as plans under way. Before and after, p_wire and q_wire are
-        undefined. All stages of such plans must be on one stream per device.
+        undefined. All stages of all plans must be on one stream per device.
 
     Options:
 
@@ -253,11 +247,11 @@ def powersgd_plan(
     With scale = 1 / world size the result is the average.
 
     plan.wire_numels: the number of elements of each P, of the uncompressed tensors, and of each Q.
-    plan.error(), plan.directions(): the tensors to keep across a restart.
-    plan.load(error, directions): restore these tensors.
+    plan.error(), plan.directions(): the tensors to keep across a restart: [numel], zero where nothing is
+        compressed; for every matrix, in the layout's order, Q [cols, rank]. plan.load takes them.
     """
     if runs_triton(device):
-        return powersgd_kernels.PowerSGDPlan(layout, dtype, device, shares_scratch=shares_scratch, **options)
+        return powersgd_kernels.PowerSGDPlan(layout, dtype, device, **options)
     return cpu_powersgd.PowerSGDPlan(layout, dtype, device, **options)
 
 
@@ -340,7 +334,7 @@ def decoder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **opt
 def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
     for tensor in (src, out):
         if tensor.dtype not in _FLOATS:
-            raise _float_error(name, tensor)
+            raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name} takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
@@ -349,12 +343,10 @@ def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
     if src.numel() != out.numel():
         raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
     if src.device != out.device:
-        raise _device_error(name, src, out.device)
+        raise ValueError(f"{name}: tensors are on {src.device} and on {out.device}")
 
 
 def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:
-    if not flat.is_complex() and flat.dtype not in _FLOATS:
-        raise _float_error(name, flat)
     if flat.dim() != 1 or flat.numel() != layout.numel or not flat.is_contiguous():
         raise ValueError(
             f"{name} takes a contiguous buffer of shape ({layout.numel},) for {layout}, "
@@ -362,32 +354,19 @@ def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, 
         )
     if len(tensors) != len(layout):
         raise ValueError(f"{name}: {layout} got {len(tensors)} tensors")
-    dtypes = {tensor.dtype for tensor in tensors}
-    are_alike = tuple([tensor.shape for tensor in tensors]) == layout.shapes and len(dtypes) <= 1
-    if not are_alike or not {tensor.device for tensor in tensors} <= {flat.device}:
-        for index, (tensor, shape) in enumerate(zip(tensors, layout.shapes, strict=True)):
-            if tensor.shape != shape:
-                raise ValueError(
-                    f"{name}: tensor {index} has shape {tuple(tensor.shape)}, its layout {shape}"
-                )
-            if tensor.dtype != tensors[0].dtype:
-                raise TypeError(
-                    f"{name} takes tensors of one dtype: tensor 0 is {tensors[0].dtype}, "
-                    f"tensor {index} is {tensor.dtype}"
-                )
-            if tensor.device != flat.device:
-                raise _device_error(name, tensor, flat.device)
-    if flat.is_complex() and not dtypes <= {flat.dtype}:
-        raise TypeError(
-            f"{name} converts no complex numbers: tensors are {tensors[0].dtype}, flat is {flat.dtype}"
+    shapes = tuple([tensor.shape for tensor in tensors])
+    if shapes != layout.shapes:
+        pairs = zip(shapes, layout.shapes, strict=True)
+        index = next(i for i, (shape, expected) in enumerate(pairs) if shape != expected)
+        raise ValueError(
+            f"{name}: tensor {index} has shape {tuple(shapes[index])}, its layout {layout.shapes[index]}"
         )
-    if not flat.is_complex() and not dtypes <= set(_FLOATS):
-        raise _float_error(name, tensors[0])
-
-
-def _float_error(name: str, tensor: torch.Tensor) -> Exception:
-    return TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
-
-
-def _device_error(name: str, tensor: torch.Tensor, device: torch.device) -> Exception:
-    return ValueError(f"{name}: tensors are on {tensor.device} and on {device}")
+    dtypes, devices = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
+    are_floats = flat.dtype in _FLOATS and dtypes <= set(_FLOATS) and len(dtypes) <= 1
+    if not are_floats and not (flat.is_complex() and dtypes <= {flat.dtype}):
+        raise TypeError(
+            f"{name} takes floating-point tensors of one dtype, or complex ones of the buffer's dtype, "
+            f"got {dtypes} and a buffer of {flat.dtype}"
+        )
+    if not devices <= {flat.device}:
+        raise ValueError(f"{name}: tensors are on {devices}, the buffer on {flat.device}")

@@ -87,15 +87,8 @@ class Launch:
         if is_rocm():
             # For a tensor in storage of over 2 GiB Triton compiles another kernel than for a Slot's example.
             return False
-        name = self._kernel.__name__
         if not isinstance(compiled, CompiledKernel):
-            _note_slow_launches(f"this Triton's warmup of {name} returns a {type(compiled).__name__}")
-            return False
-        if self._kernel.pre_run_hooks:
-            _note_slow_launches(f"{name} has hooks that run before each launch")
-            return False
-        if any(each.data_ptr() % ALIGNMENT for each in arguments if isinstance(each, torch.Tensor)):
-            _note_slow_launches(f"a tensor of {name} isn't aligned to {ALIGNMENT} bytes")
+            _note_slow_launches(f"this Triton's warmup returns a {type(compiled).__name__}")
             return False
         # Addresses instead of tensors, which Triton's launcher would ask for their addresses.
         addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]

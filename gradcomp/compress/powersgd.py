@@ -152,8 +152,6 @@ class PowerSGDCompressor(Compressor):
             bucket.device,
             **options.plan_options(bucket.dtype, bucket.world_size),
             seed=bucket.seed,
-            # Safe, because all stages run on the device's side stream.
-            shares_scratch=True,
         )
         if options.use_error_feedback and not options.square:
             self.sent_exactly = set(range(self._num_tensors)) - set(self._tensors)

@@ -62,6 +62,12 @@ def row_blocks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(k * blocks, rows // blocks, cols)
 
 
+def repeated(factors: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Return factors [k, r, m], each repeated for all of its matrix's row_blocks: [num_blocks, r, m]."""
+    k, rank, cols = factors.shape
+    return factors[:, None].expand(k, num_blocks // k, rank, cols).reshape(-1, rank, cols)
+
+
 @dataclass(frozen=True)
 class Run:
     """Matrices of a group that are one after another in the bucket.
@@ -169,11 +175,8 @@ class MatrixGroup:
     def _multiply(self, buffer: torch.Tensor, chunk: slice, runs: Sequence[Run]) -> None:
         """Compute p = SHRINK · M Q for the matrices of a chunk."""
         for which, blocks in self._blocks(buffer, chunk, runs):
-            direction = self.direction[which] * SHRINK
-            k, rank, cols = direction.shape
-            # A matrix's blocks are multiplied by the same direction.
-            repeated = direction[:, None].expand(k, len(blocks) // k, rank, cols).reshape(-1, rank, cols)
-            torch.bmm(blocks, repeated.mT, out=row_blocks(self.p[which]))
+            direction = repeated(self.direction[which] * SHRINK, len(blocks))
+            torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
 
     def back_project(self, buffer: torch.Tensor) -> None:
         """Compute qt = SHRINK · Pᵀ M, and set p to P / shrunk."""
@@ -248,9 +251,7 @@ class MatrixGroup:
         p, qt = self.p[which], self.qt[which]
         if p.shape[-1] > MAX_TERMS:
             blocks = row_blocks(out)
-            k, rank, cols = qt.shape
-            repeated = qt[:, None].expand(k, len(blocks) // k, rank, cols).reshape(-1, rank, cols)
-            torch.bmm(row_blocks(p), repeated, out=blocks)
+            torch.bmm(row_blocks(p), repeated(qt, len(blocks)), out=blocks)
             return
         # As many rows at once as a cache holds.
         step = max(1, CHUNK_NUMEL * out.shape[1] // out.numel())
@@ -398,10 +399,7 @@ class PowerSGDPlan:
         return flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        """Add values to this rank's error. Does nothing without error feedback.
-
-        offset: the position in the bucket of the first value.
-        """
+        """Add values to this rank's error, if one is kept, from an offset in the bucket on."""
         for error, run in self._errors():
             if run.in_bucket.start <= offset < run.in_bucket.stop:
                 start = run.stored.start + offset - run.in_bucket.start
@@ -412,12 +410,7 @@ class PowerSGDPlan:
         return [qt.mT.clone() for group in self.groups for qt in group.direction]
 
     def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
-        """Continue from another plan's error and directions.
-
-        error: [numel]; ignored without error feedback.
-        directions: Q [cols, rank] for every matrix, in the layout's order: any basis. Its columns are scaled
-            to length 1.
-        """
+        """Continue from another plan's error and directions. Directions may be any basis."""
         for own_error, run in self._errors():
             own_error[run.stored] = error[run.in_bucket]
         remaining = iter(directions)

@@ -59,28 +59,51 @@ def quantize(
         to rounding: the errors before them. They are zero in elements that aren't finite, because looking at
         all gradients first would take time in every step.
     codes: uint8 [blocks, size · bits / 8], written. At 4 bits a byte's lower half is the first one of a pair.
-        None to find scales only: other values stay.
+        None to find scales only: values of finite blocks stay.
     scales: bf16 [blocks], written.
     top: the largest number to decode to.
-    gradients: see find_scales.
+    gradients: returns the gradients without errors, [blocks, size]. They replace sums of gradients and errors
+        that aren't finite.
     """
     if not len(values):
         return
-    scale, least, largest = find_scales(values, scales=scales, bits=bits, gradients=gradients)
-    before = None
-    if not largest < torch.inf:
-        is_bad = scale.isnan()
+    scale, least, largest = _exact_scales(values, bits)
+    is_bad = errors = None
+    if not largest <= LARGEST_IN_BF16:
         if gradients is not None:
-            before = torch.where(is_bad, (values - gradients()).nan_to_num_(0.0, 0.0, 0.0), values)
-        if codes is not None:
-            values.masked_fill_(is_bad, 0.0)
-            scale.masked_fill_(is_bad, 0.0)
-            least, largest = _bounds(scale)
-    if codes is None:
-        if before is not None:
-            values.copy_(before)
-        return
-    scale = scale.to(values.dtype)
+            torch.where(values.isfinite(), values, gradients(), out=values)
+            scale, _, _ = _exact_scales(values, bits)
+            errors = (values - gradients()).nan_to_num_(0.0, 0.0, 0.0)
+        is_bad = ~(scale <= LARGEST_IN_BF16)
+        values.masked_fill_(is_bad, 0.0)
+        scale, least, largest = _exact_scales(values, bits)
+    # Rounded up: bf16 is the upper half of fp32's bits.
+    scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
+    scales.copy_(scale[:, 0])
+    if codes is not None:
+        _encode(values, scale.to(values.dtype), least, largest * (1 + 2.0**-7), codes, bits, top)
+    if is_bad is not None:
+        scales.masked_fill_(is_bad[:, 0], torch.nan)
+        if errors is not None:
+            torch.where(is_bad, errors, values, out=values)
+
+
+def _exact_scales(values: Tensor, bits: int) -> tuple[Tensor, float, float]:
+    """Return the blocks' scales before they are rounded, [blocks, 1] in fp32, the least and the largest."""
+    sizes = torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
+    scale = sizes.div_(LARGEST_CODE[bits]).to(torch.float32)
+    least, largest = scale.aminmax()
+    return scale, float(least), float(largest)
+
+
+def _encode(
+    values: Tensor, scale: Tensor, least: float, largest: float, codes: Tensor, bits: int, top: float
+) -> None:
+    """Write the codes of finite blocks, and leave values − decoded codes in values.
+
+    scale: [blocks, 1] in the dtype of values.
+    least, largest: bounds of scale.
+    """
     inverse, boost = scale.reciprocal(), None
     if least < SMALL:
         inverse.masked_fill_(scale == 0, 0.0)
@@ -102,40 +125,6 @@ def quantize(
         values.addcmul_(decoded, scale, value=-1)
     else:
         values -= decoded.mul_(scale).clamp_(-top, top)
-    if before is not None:
-        values.copy_(torch.where(is_bad, before, values))
-
-
-def find_scales(
-    values: Tensor, *, scales: Tensor, bits: int, gradients: Callable[[], Tensor] | None = None
-) -> tuple[Tensor, float, float]:
-    """Write the blocks' scales. Returns them in fp32, [blocks, 1], and a lower and an upper bound of them.
-
-    The upper bound isn't finite if a scale isn't.
-
-    values, scales: see quantize.
-    gradients: returns the gradients without errors, [blocks, size]. They replace sums of gradients and errors
-        that aren't finite.
-    """
-    sizes = torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
-    scale = sizes.div_(LARGEST_CODE[bits]).to(torch.float32)
-    bounds = _bounds(scale)
-    if not bounds[1] <= LARGEST_IN_BF16:
-        if gradients is not None:
-            torch.where(values.isfinite(), values, gradients(), out=values)
-            return find_scales(values, scales=scales, bits=bits)
-        scale.masked_fill_(~(scale <= LARGEST_IN_BF16), torch.nan)
-        bounds = torch.nan, torch.nan
-    # Rounded up: bf16 is the upper half of fp32's bits.
-    scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
-    scales.copy_(scale[:, 0])
-    return scale, *bounds
-
-
-def _bounds(scale: Tensor) -> tuple[float, float]:
-    """Return bounds of scales that are rounded up from these, or rounded; NaN if a scale is."""
-    least, largest = scale.aminmax()
-    return float(least), float(largest) * (1 + 2.0**-7)
 
 
 def dequantize(

@@ -7,11 +7,7 @@ from ...device import dot_precision
 from ..launch import Launch, Slot, registers
 from .bucket import SCALE, PowerSGDBucket
 from .tile import (
-    COLS,
     MAX_FMA_RANK,
-    P_PANEL,
-    P_STRIDE,
-    Q_WIRE,
     SHRINK,
     WORK_FIELDS,
     add_up,
@@ -32,81 +28,59 @@ PROGRAMS = {1: 4, 2: 4, 4: 4, 8: 3}
 
 
 @triton.jit
-def source_matrix(source_ptr, matrix_ptr, FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return M for tile_at: from `memory` with FEEDBACK, without it from the bucket."""
-    if FEEDBACK:
-        matrix = memory_matrix(source_ptr, matrix_ptr, False)
-    else:
-        matrix = gradient_matrix(source_ptr, matrix_ptr, ALIGNED)
-    return matrix
-
-
-@triton.jit
-def back_project_fma(
+def back_project_tiles(
     source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
     RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr,
+    FEEDBACK: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one program's partial Q in FMAs; see _back_project_kernel.
+    """Compute one program's partial Q: in FMAs up to MAX_FMA_RANK, otherwise in matrix products.
+
+    For products M is read once for each dot_rank_block columns of Q.
 
     partial: pointer to the program's partial Q.
     col_block, first, last: the column block, the first row block and one past the last.
+    For the other arguments see _back_project_kernel.
     """
     COMPUTE: tl.constexpr = p_ptr.dtype.element_ty
+    RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     # The rows of a tile that 128 threads hold with 16 bytes each.
     ROWS_AT_ONCE: tl.constexpr = 128 * (128 // source_ptr.dtype.element_ty.primitive_bitwidth) // BLOCK_COLS
     FOLD: tl.constexpr = BLOCK_ROWS // ROWS_AT_ONCE
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
-    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
-    source = source_matrix(source_ptr, matrix_ptr, FEEDBACK, ALIGNED)
-
-    acc = ()
-    for _ in tl.static_range(RANK):
-        # Sums over a thread's rows stay within the thread. Sums over threads wait for the end.
-        acc = acc + (tl.zeros((ROWS_AT_ONCE, BLOCK_COLS), COMPUTE),)
-    for row_block in tl.range(first, last, loop_unroll_factor=2):
-        ptrs, mask = tile_at(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
-        matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
-        new = ()
-        for j in tl.static_range(RANK):
-            p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row) * SHRINK
-            products = tl.reshape(matrix * p[:, None], (FOLD, ROWS_AT_ONCE, BLOCK_COLS))
-            new = new + (acc[j] + tl.sum(products, axis=0),)
-        acc = new
-
-    for j in tl.static_range(RANK):
-        tl.store(partial + j * BLOCK_COLS + offs_col, tl.sum(acc[j], axis=0))
-
-
-@triton.jit
-def back_project_dot(
-    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    FEEDBACK: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Compute one program's partial Q in matrix products; see _back_project_kernel.
-
-    M is read once for each dot_rank_block columns of Q. For the arguments see back_project_fma.
-    """
-    COMPUTE: tl.constexpr = p_ptr.dtype.element_ty
-    RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
-    offs_row = tl.arange(0, BLOCK_ROWS)
-    offs_col = tl.arange(0, BLOCK_COLS)
-    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
-    source = source_matrix(source_ptr, matrix_ptr, FEEDBACK, ALIGNED)
-
-    for rank_start in range(0, RANK, RANK_BLOCK):
-        offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
-        acc = tl.zeros((RANK_BLOCK, BLOCK_COLS), COMPUTE)
-        for row_block in range(first, last):
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, "P", BLOCK_ROWS)
+    if FEEDBACK:
+        source = memory_matrix(source_ptr, matrix_ptr, False)
+    else:
+        source = gradient_matrix(source_ptr, matrix_ptr, ALIGNED)
+    if RANK <= MAX_FMA_RANK:
+        acc = ()
+        for _ in tl.static_range(RANK):
+            # Sums over a thread's rows stay within the thread. Sums over threads wait for the end.
+            acc = acc + (tl.zeros((ROWS_AT_ONCE, BLOCK_COLS), COMPUTE),)
+        for row_block in tl.range(first, last, loop_unroll_factor=2):
             ptrs, mask = tile_at(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
             matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
-            offs_p = offs_rank[:, None] * p_stride + (row_block * BLOCK_ROWS + offs_row)[None, :]
-            p = tl.load(p_panel + offs_p) * SHRINK
-            # Compute Qᵀ, not Q: a transposed M would be copied to shared memory 32 bits at a time.
-            acc = tl.dot(p, matrix, acc, input_precision=PRECISION, out_dtype=COMPUTE)
-        tl.store(partial + offs_rank[:, None] * BLOCK_COLS + offs_col[None, :], acc)
+            new = ()
+            for j in tl.static_range(RANK):
+                p = tl.load(p_panel + j * p_stride + row_block * BLOCK_ROWS + offs_row) * SHRINK
+                products = tl.reshape(matrix * p[:, None], (FOLD, ROWS_AT_ONCE, BLOCK_COLS))
+                new = new + (acc[j] + tl.sum(products, axis=0),)
+            acc = new
+        for j in tl.static_range(RANK):
+            tl.store(partial + j * BLOCK_COLS + offs_col, tl.sum(acc[j], axis=0))
+    else:
+        for rank_start in range(0, RANK, RANK_BLOCK):
+            offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
+            total = tl.zeros((RANK_BLOCK, BLOCK_COLS), COMPUTE)
+            for row_block in range(first, last):
+                ptrs, mask = tile_at(source, row_block, col_block, BLOCK_ROWS, BLOCK_COLS, ALIGNED)
+                matrix = tl.load(ptrs, mask=mask, other=0.0).to(COMPUTE)
+                offs_p = offs_rank[:, None] * p_stride + (row_block * BLOCK_ROWS + offs_row)[None, :]
+                p = tl.load(p_panel + offs_p) * SHRINK
+                # Compute Qᵀ, not Q: a transposed M would be copied to shared memory 32 bits at a time.
+                total = tl.dot(p, matrix, total, input_precision=PRECISION, out_dtype=COMPUTE)
+            tl.store(partial + offs_rank[:, None] * BLOCK_COLS + offs_col[None, :], total)
 
 
 @triton.jit
@@ -132,18 +106,12 @@ def _back_project_kernel(
     is_aligned = FEEDBACK or is_16_byte_aligned(source_ptr, matrix_ptr, last.to(tl.int64) * BLOCK_ROWS)
     for ALIGNED in tl.static_range(2):
         if STORES and is_aligned == ALIGNED:
-            if RANK <= MAX_FMA_RANK:
-                back_project_fma(
-                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-                    RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, ALIGNED,
-                )  # fmt: skip
-            else:
-                back_project_dot(
-                    source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
-                    RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
-                )  # fmt: skip
+            back_project_tiles(
+                source_ptr, p_ptr, partial, matrix_ptr, col_block, first, last,
+                RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, PRECISION, ALIGNED,
+            )  # fmt: skip
     if ADDS and is_adding(arrived_ptr, work, STORES):
-        add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, COLS, Q_WIRE, RANK, BLOCK_COLS)
+        add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, "Q", RANK, BLOCK_COLS)
 
 
 def back_project(bucket: PowerSGDBucket) -> list[Launch]:

@@ -33,22 +33,14 @@ class Scratch:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
         self.is_taken = False
 
-    def reserve(self, num_bytes: int) -> None:
-        """Grow to num_bytes if the scratch is smaller."""
-        if self.memory.numel() < num_bytes:
-            device = self.memory.device
-            # Free it now: other plans' views would keep it alive.
-            self.memory.untyped_storage().resize_(0)
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
 
 # Each device's scratches. The plans that have used a scratch keep it alive.
 _scratches: dict[torch.device, weakref.WeakSet[Scratch]] = {}
 _lock = threading.Lock()
 
 
-def take_scratch(device: torch.device, last: Scratch | None) -> Scratch:
-    """Return a scratch that no other plan has; a new one if all are taken.
+def take_scratch(device: torch.device, last: Scratch | None, num_bytes: int) -> Scratch:
+    """Return a scratch of at least num_bytes that no other plan has; a new one if all are taken.
 
     last: the scratch to prefer. A plan that gets its last one again needs no new views.
 
@@ -63,6 +55,10 @@ def take_scratch(device: torch.device, last: Scratch | None) -> Scratch:
             found = Scratch(device)
             scratches.add(found)
         found.is_taken = True
+    if found.memory.numel() < num_bytes:
+        # Free it now: other plans' views would keep it alive.
+        found.memory.untyped_storage().resize_(0)
+        found.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     return found
 
 

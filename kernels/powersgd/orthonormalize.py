@@ -15,17 +15,7 @@ import triton.language as tl
 
 from ..launch import MAX_REGISTERS, Launch
 from .bucket import PowerSGDBucket
-from .tile import (
-    MATRIX_FIELDS,
-    MIN_BLOCK_ROWS,
-    P_PANEL,
-    P_STRIDE,
-    P_WIRE,
-    ROWS,
-    WORK_FIELDS,
-    factor_on_wire,
-    panel,
-)
+from .tile import MATRIX_FIELDS, MIN_BLOCK_ROWS, WORK_FIELDS, factor_on_wire, panel
 
 # A column is dependent if Gram–Schmidt leaves less than this fraction of its squared length. fp32 arithmetic
 # leaves about 1e-14 of a dependent column; a condition number of 1e6 leaves 1e-12.
@@ -252,8 +242,8 @@ def _orthonormalize_blocks_kernel(
     """
     RANK_BLOCK: tl.constexpr = 32
     matrix_ptr = matrices_ptr + tl.program_id(0).to(tl.int64) * MATRIX_FIELDS
-    source_ptr, wire_length, n, r = factor_on_wire(wire_ptr, matrix_ptr, ROWS, P_WIRE)
-    out_ptr, stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
+    source_ptr, wire_length, n, r = factor_on_wire(wire_ptr, matrix_ptr, "P")
+    out_ptr, stride = panel(p_ptr, matrix_ptr, "P", MIN_BLOCK_ROWS)
     stride = stride.to(tl.int32)
 
     for rank_start in range(0, RANK, RANK_BLOCK):
@@ -288,7 +278,7 @@ def chunk_on_wire(wire_ptr, matrices_ptr, work):
     panel, which is longer than the padding on the wire.
     """
     matrix_ptr = matrices_ptr + tl.load(work) * MATRIX_FIELDS
-    panel_ptr, stride, n, r = factor_on_wire(wire_ptr, matrix_ptr, ROWS, P_WIRE)
+    panel_ptr, stride, n, r = factor_on_wire(wire_ptr, matrix_ptr, "P")
     # start and stop are multiples already; dividing shows the compiler that they are.
     start = tl.load(work + 1).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
     stop = tl.load(work + 2).to(tl.int32) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
@@ -335,7 +325,7 @@ def _orthonormalize_kernel(
     TYPE: tl.constexpr = p_ptr.dtype.element_ty
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     panel_ptr, stride, n, r, start, stop, matrix_ptr = chunk_on_wire(wire_ptr, matrices_ptr, work)
-    out_ptr, out_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, MIN_BLOCK_ROWS)
+    out_ptr, out_stride = panel(p_ptr, matrix_ptr, "P", MIN_BLOCK_ROWS)
     out_stride = out_stride.to(tl.int32)
     first_ptr = grams_ptr + tl.load(work + 3) * (RANK * RANK)
     products = sum_chunks(first_ptr, tl.load(work + 4).to(tl.int32), RANK)

@@ -23,17 +23,17 @@ class PowerSGDPlan:
     """One bucket's plan on a device that runs Triton; see ops.powersgd_plan.
 
     layout: a PowerSGDLayout.
+    device: the bucket's device; "meta" for a plan that is only compiled.
     arithmetic: PowerSGDBucket's error_feedback, warm_start and epsilon.
-    shares_scratch: True to keep partial sums and wires in a scratch of take_scratch, from project to
-        reconstruct.
 
-    M (as large as the compressed gradients, in their dtype) and the factors are allocated here, the wires in
-    a scratch. A step allocates nothing.
+    M (as large as the compressed gradients, in their dtype) and the factors are allocated here. Partial sums
+    and wires are in a scratch of take_scratch, from project to reconstruct; before and after, p_wire and
+    q_wire are undefined. A step allocates nothing, unless it needs another scratch or a larger one.
     """
 
     def __init__(
         self, layout: Any, dtype: torch.dtype, device: torch.device, *, seed: int,
-        wire_dtype: torch.dtype | None = None, shares_scratch: bool = False, **arithmetic: Any,
+        wire_dtype: torch.dtype | None = None, **arithmetic: Any,
     ):  # fmt: skip
         self.layout, self._dtype, self._device = layout, dtype, device
         size, matrices = (wire_dtype := wire_dtype or dtype).itemsize, layout.matrices
@@ -43,16 +43,20 @@ class PowerSGDPlan:
         self.wire_numels = (p_numels, work.p_wire_numel - work.uncompressed_start, q_numels)
         self._bucket = PowerSGDBucket(work, dtype, wire_dtype, device, **arithmetic)
         self._scratch: Scratch | None = None
-        self._shares_scratch, self._has_taken_scratch = shares_scratch, False
+        self._scratch_memory: torch.Tensor | None = None
+        self._has_taken_scratch = False
         self._random_q = Stage([random_q(self._bucket)], device)
         if device.type != "meta":
             self._random_q(seed=seed)
-        if not shares_scratch:
-            self._use(Scratch(device))
 
-    def _use(self, scratch: Scratch) -> None:
-        """Place partial sums and wires in a scratch, and make the stages on them."""
-        scratch.reserve(self._bucket.scratch_bytes)
+    def take_scratch(self) -> None:
+        """Take a scratch for a step, and make the stages on its memory, unless the plan has one already."""
+        if self._has_taken_scratch:
+            return
+        scratch = take_scratch(self._device, self._scratch, self._bucket.scratch_bytes)
+        self._has_taken_scratch = True
+        if scratch is self._scratch and scratch.memory is self._scratch_memory:
+            return
         self._scratch, self._scratch_memory = scratch, scratch.memory
         self._bucket.place(scratch.memory)
         self.p_wire, self.q_wire = self._bucket.p_wire, self._bucket.q_wire
@@ -63,7 +67,8 @@ class PowerSGDPlan:
         self._reconstructing = Stage([reconstruct(self._bucket)], self._device)
 
     def compile(self, device: torch.device) -> None:
-        """Compile every kernel for a device. The plan's own may be "meta"."""
+        """Compile every kernel for a device. The plan's own is "meta"."""
+        self.take_scratch()
         for stage in (self._random_q, self._projecting, self._back_projecting, self._reconstructing):
             stage.compile(device)
 
@@ -74,11 +79,7 @@ class PowerSGDPlan:
 
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
         """Compute M = gradient + error, p_wire = scale · (all M Q, then uncompressed tensors). One launch."""
-        if self._shares_scratch and not self._has_taken_scratch:
-            scratch = take_scratch(self._device, self._scratch)
-            self._has_taken_scratch = True
-            if scratch is not self._scratch or scratch.memory is not self._scratch_memory:
-                self._use(scratch)
+        self.take_scratch()
         self._projecting(buffer=buffer, scale=scale)
         for index in left_out:
             self.sent_p(index).zero_()

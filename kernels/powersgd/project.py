@@ -15,12 +15,7 @@ from .random import direction
 from .tile import (
     COPY,
     MAX_FMA_RANK,
-    P_PANEL,
-    P_STRIDE,
-    P_WIRE,
-    Q_PANEL,
     Q_STRIDE,
-    ROWS,
     SHRINK,
     WORK_FIELDS,
     add_up,
@@ -130,8 +125,8 @@ def project_fma(
     FOLD: tl.constexpr = 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = tl.arange(0, BLOCK_COLS)
-    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
-    q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, "P", BLOCK_ROWS)
+    q_panel, q_stride = panel(q_ptr, matrix_ptr, "Q", BLOCK_COLS)
     bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     if FEEDBACK:
         memory = memory_matrix(memory_ptr, matrix_ptr, ALIGNED)
@@ -185,8 +180,8 @@ def project_dot(
     RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     offs_row, offs_col = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_COLS)
     offs_rank = tl.arange(0, RANK_BLOCK)
-    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
-    q_panel, q_stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK_COLS)
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, "P", BLOCK_ROWS)
+    q_panel, q_stride = panel(q_ptr, matrix_ptr, "Q", BLOCK_COLS)
     p_panel += row_block * BLOCK_ROWS
     bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     if FEEDBACK:
@@ -236,40 +231,6 @@ def project_dot(
 
 
 @triton.jit
-def project_tiles(
-    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr, row_block, first, last,
-    RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, FEEDBACK: tl.constexpr,
-    RELOADED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute one program's partial P; see project_fma for the arguments, and _project_kernel."""
-    q_hat = ()
-    factor = ()
-    if RANK <= MAX_FMA_RANK:
-        # Computed before the branch: within it, the pointers and factors would take more registers.
-        stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
-        for j in tl.static_range(RANK):
-            column = tl.full((1,), j, tl.int32)
-            start, length = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS, UNIT)
-            q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
-            factor = factor + (tl.sum(length, axis=0).to(p_ptr.dtype.element_ty),)
-    is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS)
-    for ALIGNED in tl.static_range(2):
-        if is_aligned == ALIGNED:
-            if RANK <= MAX_FMA_RANK:
-                project_fma(
-                    grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr,
-                    row_block, first, last,
-                    RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
-                )  # fmt: skip
-            else:
-                project_dot(
-                    grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr,
-                    row_block, first, last,
-                    RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
-                )  # fmt: skip
-
-
-@triton.jit
 def _project_kernel(
     grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial_ptr, arrived_ptr, wire_ptr, matrices_ptr, work_ptr,
     scale: tl.float64,
@@ -305,13 +266,34 @@ def _project_kernel(
     else:
         matrix_ptr, row_block, first, last = tiles_of(work, matrices_ptr)
         if STORES:
-            project_tiles(
-                grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial_ptr + program * (RANK * BLOCK_ROWS),
-                matrix_ptr, row_block, first, last,
-                RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION,
-            )  # fmt: skip
+            partial = partial_ptr + program * (RANK * BLOCK_ROWS)
+            q_hat = ()
+            factor = ()
+            if RANK <= MAX_FMA_RANK:
+                # Computed before the branch: within it, the pointers and factors would take more registers.
+                stride = tl.load(matrix_ptr + Q_STRIDE) // BLOCK_COLS * BLOCK_COLS
+                for j in tl.static_range(RANK):
+                    column = tl.full((1,), j, tl.int32)
+                    start, length = direction(q_ptr, norms_ptr, matrix_ptr, column, RANK, BLOCK_COLS, UNIT)
+                    q_hat = q_hat + (q_ptr + tl.sum(start, axis=0) // BLOCK_COLS * BLOCK_COLS + j * stride,)
+                    factor = factor + (tl.sum(length, axis=0).to(p_ptr.dtype.element_ty),)
+            is_aligned = is_16_byte_aligned(grad_ptr, matrix_ptr, (row_block + 1) * BLOCK_ROWS)
+            for ALIGNED in tl.static_range(2):
+                if is_aligned == ALIGNED:
+                    if RANK <= MAX_FMA_RANK:
+                        project_fma(
+                            grad_ptr, memory_ptr, p_ptr, q_ptr, q_hat, factor, partial, matrix_ptr,
+                            row_block, first, last,
+                            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, ALIGNED,
+                        )  # fmt: skip
+                    else:
+                        project_dot(
+                            grad_ptr, memory_ptr, p_ptr, q_ptr, norms_ptr, partial, matrix_ptr,
+                            row_block, first, last,
+                            RANK, BLOCK_ROWS, BLOCK_COLS, FEEDBACK, RELOADED, UNIT, PRECISION, ALIGNED,
+                        )  # fmt: skip
         if ADDS and is_adding(arrived_ptr, work, STORES):
-            add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, ROWS, P_WIRE, RANK, BLOCK_ROWS)
+            add_up(partial_ptr, wire_ptr, matrix_ptr, work, scale, "P", RANK, BLOCK_ROWS)
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:

@@ -17,7 +17,6 @@ from .tile import (
     MAX_NORMS,
     NUM_NORMS,
     Q_PANEL,
-    Q_STRIDE,
     RANDOM_PANEL,
     SHRINK,
     WORK_FIELDS,
@@ -44,7 +43,7 @@ def randomize(q_ptr, matrix_ptr, first, last, seed, RANK: tl.constexpr, BLOCK: t
     square root round, both to nearest: all devices get the same bits, no matter what their compilers fuse.
     """
     RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
-    random_panel, stride = panel(q_ptr, matrix_ptr, RANDOM_PANEL, Q_STRIDE, BLOCK)
+    random_panel, stride = panel(q_ptr, matrix_ptr, "random Q", BLOCK)
     m = tl.load(matrix_ptr + COLS)
     r = tl.load(matrix_ptr + MATRIX_RANK)
     seed += tl.load(matrix_ptr + DRAW)

@@ -9,16 +9,10 @@ from ..tile import copy_tile, round_to
 from .bucket import SEED, PowerSGDBucket
 from .random import randomize
 from .tile import (
-    COLS,
     COPY,
     COPY_BLOCK,
     MAX_FMA_RANK,
     NEXT_Q,
-    P_PANEL,
-    P_STRIDE,
-    Q_PANEL,
-    Q_STRIDE,
-    Q_WIRE,
     SHRINK,
     WORK_FIELDS,
     dot_rank_block,
@@ -49,8 +43,8 @@ def next_q(
         zeros, which make project take the random Q.
     ROWS: rows of Q at a time, enough for every access to be 128 bits wide.
     """
-    q_panel, stride = panel(q_ptr, matrix_ptr, Q_PANEL, Q_STRIDE, BLOCK)
-    source_ptr, m, _, r = factor_on_wire(wire_ptr, matrix_ptr, COLS, Q_WIRE)
+    q_panel, stride = panel(q_ptr, matrix_ptr, "Q", BLOCK)
+    source_ptr, m, _, r = factor_on_wire(wire_ptr, matrix_ptr, "Q")
     for rank_start in range(0, RANK, RANK_BLOCK):
         offs_rank = rank_start + tl.arange(0, RANK_BLOCK)
         squares = tl.zeros((RANK_BLOCK, ROWS), tl.float64)
@@ -80,8 +74,8 @@ def reconstruct_tiles(
     RANK_BLOCK: tl.constexpr = dot_rank_block(RANK)
     GROW: tl.constexpr = 1.0 if q_wire_ptr.dtype.element_ty == tl.float16 else 1.0 / SHRINK
     # m with padding: beyond Q's last row the wire holds zeros.
-    q_panel, m, _, r = factor_on_wire(q_wire_ptr, matrix_ptr, COLS, Q_WIRE)
-    p_panel, p_stride = panel(p_ptr, matrix_ptr, P_PANEL, P_STRIDE, BLOCK_ROWS)
+    q_panel, m, _, r = factor_on_wire(q_wire_ptr, matrix_ptr, "Q")
+    p_panel, p_stride = panel(p_ptr, matrix_ptr, "P", BLOCK_ROWS)
     bucket = gradient_matrix(grad_ptr, matrix_ptr, ALIGNED)
     offs_row = tl.arange(0, BLOCK_ROWS)
     offs_col = col_block.to(tl.int32) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)

@@ -152,11 +152,13 @@ def tile_at(
 
 
 @triton.jit
-def panel(panel_ptr, matrix_ptr, START: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+def panel(panel_ptr, matrix_ptr, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
     """Return (pointer to a factor's panel, its stride), both visible to the compiler as multiples of BLOCK.
 
-    START, STRIDE: columns of matrix_table.
+    FACTOR: "P", "Q" or "random Q".
     """
+    START: tl.constexpr = P_PANEL if FACTOR == "P" else (Q_PANEL if FACTOR == "Q" else RANDOM_PANEL)
+    STRIDE: tl.constexpr = P_STRIDE if FACTOR == "P" else Q_STRIDE
     start = tl.load(matrix_ptr + START) // BLOCK * BLOCK
     stride = tl.load(matrix_ptr + STRIDE) // BLOCK * BLOCK
     return panel_ptr + start, stride
@@ -173,13 +175,15 @@ def is_lost(p_ptr, matrix_ptr):
 
 
 @triton.jit
-def factor_on_wire(wire_ptr, matrix_ptr, LENGTH: tl.constexpr, START: tl.constexpr):
+def factor_on_wire(wire_ptr, matrix_ptr, FACTOR: tl.constexpr):
     """Return (pointer to a factor on its wire, its stride, its rows, its columns); see work.py.
 
     The compiler sees that pointer and stride are multiples of 16 bytes.
 
-    LENGTH, START: columns of matrix_table.
+    FACTOR: "P" or "Q".
     """
+    LENGTH: tl.constexpr = ROWS if FACTOR == "P" else COLS
+    START: tl.constexpr = P_WIRE if FACTOR == "P" else Q_WIRE
     VECTOR: tl.constexpr = 128 // wire_ptr.dtype.element_ty.primitive_bitwidth
     length = tl.load(matrix_ptr + LENGTH).to(tl.int32)
     stride = (length + (VECTOR - 1)) // VECTOR * VECTOR
@@ -227,8 +231,8 @@ def is_adding(arrived_ptr, work, STORES: tl.constexpr):
 
 @triton.jit
 def add_up(
-    partial_ptr, wire_ptr, matrix_ptr, work, scale,
-    LENGTH: tl.constexpr, WIRE: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    partial_ptr, wire_ptr, matrix_ptr, work, scale, FACTOR: tl.constexpr, RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write scale · (sum of a block's partial sums, in the order of their indices) to the wire.
 
@@ -236,14 +240,14 @@ def add_up(
         sums without SHRINK, any other wire with it.
     wire_ptr: see work.py. A column's last block also writes the zeros behind the column.
     work: the row of one of the block's programs.
-    LENGTH, WIRE: columns of matrix_table: the factor's rows, and its first element on the wire.
+    FACTOR: "P" or "Q".
     """
     ACC: tl.constexpr = partial_ptr.dtype.element_ty
     TYPE: tl.constexpr = wire_ptr.dtype.element_ty
     GROW: tl.constexpr = 1.0 / SHRINK if TYPE == tl.float16 else 1.0
     RANK_BLOCK: tl.constexpr = min(RANK, 32)
     factor = (tl.full((), GROW, tl.float64) * scale).to(ACC)
-    wire, stride, length, r = factor_on_wire(wire_ptr, matrix_ptr, LENGTH, WIRE)
+    wire, stride, length, r = factor_on_wire(wire_ptr, matrix_ptr, FACTOR)
     offs = tl.arange(0, BLOCK)[None, :]
     offs_row = tl.load(work + 2).to(tl.int32) * BLOCK + offs
     partial = partial_ptr + tl.load(work + 5) * (RANK * BLOCK) + offs

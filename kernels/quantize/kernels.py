@@ -75,14 +75,12 @@ def adder(
     _, payload_bytes = layout.sections(options["bits"], (options.get("uncompressed_dtype") or dtype).itemsize)
     # A power of two changes no bits. It is at most 1 / num_payloads, so no sum overflows.
     shrink = 0.5 ** (num_payloads - 1).bit_length()
-    by = divisor * shrink
     out_dtype = torch.uint8 if in_codes else options.get("averages_dtype") or dtype
     slots = {"received": torch.uint8, "out": out_dtype, "kept": wide}
     return _stage(
         _average_kernel, layout, dtype, device, slots, RANK, payload_bytes, layout.num_blocks,
-        is_average=in_codes, WORLD_SIZE=num_payloads, DIVISOR=divisor, SHRINK=shrink, BY=by,
-        INVERSE=1 / by if math.frexp(by)[0] == 0.5 else 0.0, FEEDBACK=error_feedback, HAS_OWN=has_own,
-        ONLY_SUMS=not in_codes, LARGEST=torch.finfo(wide).max, **options,
+        is_average=in_codes, WORLD_SIZE=num_payloads, DIVISOR=divisor, SHRINK=shrink, FEEDBACK=error_feedback,
+        HAS_OWN=has_own, ONLY_SUMS=not in_codes, LARGEST=torch.finfo(wide).max, **options,
     )  # fmt: skip
 
 
@@ -141,9 +139,16 @@ def _quantize_kernel(
         copy_tile(grad, exact, length, 1.0, COPY_BLOCK)
 
 
+@triton.constexpr_function
+def exact_inverse(x):
+    """Return 1 / x if it is exact, else 0."""
+    return 1 / x if math.frexp(x)[0] == 0.5 else 0.0
+
+
 @triton.jit
-def mean_of(total, BY: tl.constexpr, INVERSE: tl.constexpr):
-    """Return total / BY, rounded once. INVERSE: 1 / BY if it is exact, else 0."""
+def mean_of(total, BY: tl.constexpr):
+    """Return total / BY, rounded once."""
+    INVERSE: tl.constexpr = exact_inverse(BY)
     if INVERSE > 0:
         mean = total * INVERSE
     else:
@@ -208,7 +213,7 @@ def sum_of_exact(
 def average_exact(
     received_ptr, out_ptr, payload_bytes, length, at,
     ACC: tl.constexpr, EXACT: tl.constexpr, WORLD_SIZE: tl.constexpr, SHRINK: tl.constexpr, BY: tl.constexpr,
-    INVERSE: tl.constexpr, WIDE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum exact elements, and divide.
 
@@ -222,64 +227,20 @@ def average_exact(
         whole = offs < COPY_BLOCK
         aligned = at // 16 * 16
         total = sum_of_exact(received_ptr, payload_bytes, aligned, whole, ACC, EXACT, WORLD_SIZE, SHRINK)
-        tl.store(on_16_bytes(out_ptr) + offs, round_to(mean_of(total, BY, INVERSE), TYPE))
+        tl.store(on_16_bytes(out_ptr) + offs, round_to(mean_of(total, BY), TYPE))
     else:
         mask = offs < length
         total = sum_of_exact(received_ptr, payload_bytes, at, mask, ACC, EXACT, WORLD_SIZE, SHRINK)
-        tl.store(out_ptr + offs, round_to(mean_of(total, BY, INVERSE), TYPE), mask=mask)
-
-
-@triton.jit
-def average_blocks(
-    received_ptr, out_ptr, error_ptr, work, at, length, num_blocks, rank, payload_bytes, shard_blocks,
-    WORLD_SIZE: tl.constexpr, DIVISOR: tl.constexpr, SHRINK: tl.constexpr, BY: tl.constexpr,
-    INVERSE: tl.constexpr, FEEDBACK: tl.constexpr, HAS_OWN: tl.constexpr, ONLY_SUMS: tl.constexpr,
-    LARGEST: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Average a tile of blocks; see _average_kernel.
-
-    work: pointer to the program's row of work.
-    at, length, num_blocks: the row's first element in out with ONLY_SUMS, number of elements, and of blocks.
-    """
-    ACC: tl.constexpr = error_ptr.dtype.element_ty
-    code_at = tl.load(work + 5)
-    scale_at = tl.load(work + 6)
-    mask, offs = tile_of(num_blocks, BLOCKS, SIZE)
-    first = tl.load(work + 8)
-    if FEEDBACK:
-        first += rank * shard_blocks
-    error = error_ptr + first * SIZE
-    if HAS_OWN:
-        own = tl.load(error + offs, mask=mask, other=0.0)
-    else:
-        own = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
-    total, shown = sum_of_ranks(
-        own, received_ptr, payload_bytes, code_at, scale_at, num_blocks, rank,
-        WORLD_SIZE, SHRINK, BITS, LIMIT, SIZE, BLOCKS,
-    )  # fmt: skip
-    if ONLY_SUMS:
-        if not HAS_OWN:
-            total = saturated(total, LARGEST * BY)
-        store_gradients(out_ptr + at, mean_of(total, BY, INVERSE), length, num_blocks, BLOCKS, SIZE)
-        lost = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
-    else:
-        total = tl.where((shown != 0)[:, None], saturated(total, LARGEST * BY), 0.0)
-        codes, scale, lost = encode(mean_of(total, BY, INVERSE), BITS, LIMIT)
-        store_codes(codes_at(out_ptr, code_at, SIZE, BITS), codes, num_blocks, BLOCKS, SIZE, BITS)
-        store_scales(out_ptr, scale_at, scale, num_blocks, BLOCKS)
-        lost = saturated(lost * DIVISOR, LARGEST)
-        mask = mask & (shown == 1)[:, None]
-    if FEEDBACK and HAS_OWN:
-        tl.store(error + offs, lost, mask=mask)
+        tl.store(out_ptr + offs, round_to(mean_of(total, BY), TYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "payload_bytes", "shard_blocks"])
 def _average_kernel(
     received_ptr, out_ptr, error_ptr, work_ptr,
     rank: tl.int64, payload_bytes: tl.int64, shard_blocks: tl.int64, EXACT: tl.constexpr,
-    WORLD_SIZE: tl.constexpr, DIVISOR: tl.constexpr, SHRINK: tl.constexpr, BY: tl.constexpr,
-    INVERSE: tl.constexpr, FEEDBACK: tl.constexpr, HAS_OWN: tl.constexpr, ONLY_SUMS: tl.constexpr,
-    LARGEST: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, DIVISOR: tl.constexpr, SHRINK: tl.constexpr, FEEDBACK: tl.constexpr,
+    HAS_OWN: tl.constexpr, ONLY_SUMS: tl.constexpr, LARGEST: tl.constexpr, BITS: tl.constexpr,
+    LIMIT: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Compute mean = (this rank's own values + Σ the others' decoded values) / DIVISOR, and quantize it.
 
@@ -297,12 +258,13 @@ def _average_kernel(
     WORLD_SIZE: the number of payloads.
     DIVISOR: WORLD_SIZE, unless payloads hold sums over the ranks of a node.
     SHRINK: values are multiplied by it before they are summed; see adder.
-    BY, INVERSE: DIVISOR · SHRINK, see mean_of.
     For the other arguments see _quantize_kernel.
     Grid: one program per row of work_ptr.
     Moves per fp32 element of the shard BITS / 8 B of codes for each of the W − 1 others and for the mean, and
     8 B of error.
     """
+    ACC: tl.constexpr = error_ptr.dtype.element_ty
+    BY: tl.constexpr = DIVISOR * SHRINK
     work = work_ptr + tl.program_id(0).to(tl.int64) * WORK_FIELDS
     at = tl.load(work + 1)
     length = tl.load(work + 2)
@@ -310,16 +272,40 @@ def _average_kernel(
     # Payloads begin on multiples of 16 bytes; dividing shows the compiler that they do.
     payload_bytes = payload_bytes // 16 * 16
     if tl.load(work) == BLOCKS_WORK:
-        average_blocks(
-            received_ptr, out_ptr, error_ptr, work, at, length, third, rank, payload_bytes, shard_blocks,
-            WORLD_SIZE, DIVISOR, SHRINK, BY, INVERSE, FEEDBACK, HAS_OWN, ONLY_SUMS, LARGEST,
-            BITS, LIMIT, SIZE, BLOCKS,
+        code_at = tl.load(work + 5)
+        scale_at = tl.load(work + 6)
+        mask, offs = tile_of(third, BLOCKS, SIZE)
+        first = tl.load(work + 8)
+        if FEEDBACK:
+            first += rank * shard_blocks
+        error = error_ptr + first * SIZE
+        if HAS_OWN:
+            own = tl.load(error + offs, mask=mask, other=0.0)
+        else:
+            own = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
+        total, shown = sum_of_ranks(
+            own, received_ptr, payload_bytes, code_at, scale_at, third, rank,
+            WORLD_SIZE, SHRINK, BITS, LIMIT, SIZE, BLOCKS,
         )  # fmt: skip
+        if ONLY_SUMS:
+            if not HAS_OWN:
+                total = saturated(total, LARGEST * BY)
+            store_gradients(out_ptr + at, mean_of(total, BY), length, third, BLOCKS, SIZE)
+            lost = tl.zeros((BLOCKS, triton.next_power_of_2(SIZE)), ACC)
+        else:
+            total = tl.where((shown != 0)[:, None], saturated(total, LARGEST * BY), 0.0)
+            codes, scale, lost = encode(mean_of(total, BY), BITS, LIMIT)
+            store_codes(codes_at(out_ptr, code_at, SIZE, BITS), codes, third, BLOCKS, SIZE, BITS)
+            store_scales(out_ptr, scale_at, scale, third, BLOCKS)
+            lost = saturated(lost * DIVISOR, LARGEST)
+            mask = mask & (shown == 1)[:, None]
+        if FEEDBACK and HAS_OWN:
+            tl.store(error + offs, lost, mask=mask)
     else:
         out = out_ptr + at if ONLY_SUMS else (out_ptr + third).to(tl.pointer_type(EXACT))
         average_exact(
-            received_ptr, out, payload_bytes, length, third, error_ptr.dtype.element_ty, EXACT,
-            WORLD_SIZE, SHRINK, BY, INVERSE, ONLY_SUMS,
+            received_ptr, out, payload_bytes, length, third,
+            ACC, EXACT, WORLD_SIZE, SHRINK, BY, ONLY_SUMS,
         )  # fmt: skip
 
 

@@ -288,8 +288,8 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
 
     with planted(pipeline.PipelinedFuture, "set_result", completed_elsewhere):
         yield "futures are completed on another stream", problems(as_ddp, *in_codes)
-    shared = powersgd_plan.take_scratch(torch.device("cpu"), None)
-    with planted(powersgd_plan, "take_scratch", lambda device, last: shared):
+    shared = powersgd_plan.take_scratch(torch.device("cpu"), None, 2**24)
+    with planted(powersgd_plan, "take_scratch", lambda *_: shared):
         found = problems(as_ddp, powerSGD_hook.powerSGD_hook, state_of_powersgd())
         yield "buckets under way share a scratch", found
     with planted(torch.Tensor, "record_stream", lambda tensor, stream: None):

@@ -160,7 +160,9 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
         yield f"{TYPE_NAMES[dtype]} r={rank}{'' if feedback else ' plain'}"
         if feedback:
             options["epsilon"] = 1e-8
-            PowerSGDPlan(layout, dtype, torch.device("cpu"), **options).orthonormalize()
+            plan = PowerSGDPlan(layout, dtype, torch.device("cpu"), **options)
+            plan.take_scratch()
+            plan.orthonormalize()
             yield f"{TYPE_NAMES[dtype]} r={rank} epsilon"
 
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,19 +19,11 @@ from tests.kernels.copies import BLOCK, FLOATS, assert_scaled_copy, poisoned, te
 AWKWARD = [(0,), (), (1, 7), (7, 1), (31, 37), (BLOCK - 1,), (BLOCK,), (BLOCK + 1,), (2, 0, 3), (5, 3, 2, 2)]
 
 
-def in_plain_torch(name: str) -> Callable[..., object]:
-    """Return an operation of ops.py that computes in plain torch, as on a CPU without the interpreter."""
-
-    def operation(*args: object, **kwargs: object) -> object:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ops, "runs_triton", lambda device: False)
-            return getattr(ops, name)(*args, **kwargs)
-
-    return operation
-
-
-def implementations(name: str) -> list[Callable[..., object]]:
-    return [pytest.param(getattr(ops, name), id="triton"), pytest.param(in_plain_torch(name), id="torch")]
+@pytest.fixture(params=["triton", "torch"])
+def arithmetic(request, monkeypatch):
+    """Let the operations of ops.py compute on the kernels, or in plain torch, as without the interpreter."""
+    if request.param == "torch":
+        monkeypatch.setattr(ops, "runs_triton", lambda device: False)
 
 
 def concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -42,25 +33,16 @@ def concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("result_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("flatten", implementations("flatten"))
-def test_flatten_gathers_scales_and_converts(flatten, dtype, result_dtype, device):
+@pytest.mark.usefixtures("arithmetic")
+def test_copies_are_scaled_and_converted(dtype, result_dtype, device):
     tensors = tensors_of(AWKWARD, dtype, device)
     layout = FlatLayout(AWKWARD)
-    out = poisoned(layout.numel, result_dtype, device)
-    flatten(tensors, layout, out=out, scale=1 / 3)
-    assert_scaled_copy(out, concatenated(tensors), 1 / 3, dtype)
-
-
-@pytest.mark.parametrize("result_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("unflatten", implementations("unflatten"))
-def test_unflatten_scatters_scales_and_converts(unflatten, dtype, result_dtype, device):
-    layout = FlatLayout(AWKWARD)
-    flat = tensors_of([(layout.numel,)], dtype, device)[0]
-    out = [torch.full(shape, math.nan, dtype=result_dtype, device=device) for shape in AWKWARD]
-    unflatten(flat, layout, out=out, scale=-1 / 3)
-    result = torch.cat([tensor.reshape(-1) for tensor in out])
-    assert_scaled_copy(result, flat.double(), -1 / 3, dtype)
+    flat = poisoned(layout.numel, result_dtype, device)
+    ops.flatten(tensors, layout, out=flat, scale=1 / 3)
+    assert_scaled_copy(flat, concatenated(tensors), 1 / 3, dtype)
+    out = [torch.full(shape, math.nan, dtype=dtype, device=device) for shape in AWKWARD]
+    ops.unflatten(flat, layout, out=out, scale=-3.0)
+    assert_scaled_copy(torch.cat([each.reshape(-1) for each in out]), flat.double(), -3.0, result_dtype)
 
 
 def strided_views(device: torch.device, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -74,18 +56,18 @@ def strided_views(device: torch.device, dtype: torch.dtype = torch.float32) -> l
     ]
 
 
-@pytest.mark.parametrize("flatten", implementations("flatten"))
-def test_flatten_takes_strided_and_unaligned_tensors(flatten, device):
+@pytest.mark.usefixtures("arithmetic")
+def test_flatten_takes_strided_and_unaligned_tensors(device):
     tensors = [*strided_views(device), torch.ones(1, device=device).expand(17)]
     layout = FlatLayout([tensor.shape for tensor in tensors])
     out = poisoned(layout.numel, torch.float32, device)
-    flatten(tensors, layout, out=out)
+    ops.flatten(tensors, layout, out=out)
     assert torch.equal(out.double(), concatenated(tensors))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("unflatten", implementations("unflatten"))
-def test_unflatten_writes_strided_and_unaligned_tensors(unflatten, dtype, device):
+@pytest.mark.usefixtures("arithmetic")
+def test_unflatten_writes_strided_and_unaligned_tensors(dtype, device):
     shapes = [view.shape for view in strided_views(device)]
     layout = FlatLayout(shapes)
     flat = torch.randn(layout.numel, device=device)
@@ -94,7 +76,7 @@ def test_unflatten_writes_strided_and_unaligned_tensors(unflatten, dtype, device
         view = strided_views(device, dtype)[index]
         around = view._base if view._base is not None else view
         before = around.clone()
-        unflatten(flat[offset : offset + numel], FlatLayout([shapes[index]]), out=[view], scale=0.5)
+        ops.unflatten(flat[offset : offset + numel], FlatLayout([shapes[index]]), out=[view], scale=0.5)
         expected = (flat[offset : offset + numel] * 0.5).to(dtype)
         assert torch.equal(view.reshape(-1), expected)
         untouched = torch.full_like(around, True, dtype=torch.bool)
@@ -192,9 +174,9 @@ def test_bad_arguments_are_named(device):
         (lambda: ops.flatten(tensors[:1], layout, out=out), "ValueError.*2 tensors, 10 .*got 1 tensors"),
         (lambda: ops.flatten(tensors[::-1], layout, out=out), r"ValueError.* shape \(4,\), .*\(2, 3\)"),
         (lambda: ops.flatten(tensors, layout, out=out[:9]), r"ValueError.*\(10,\).*got shape \(9,\)"),
-        (lambda: ops.flatten(other, layout, out=out), "TypeError.*tensor 1 is torch.float16"),
-        (lambda: ops.flatten(tensors, layout, out=out.long()), "TypeError.*got torch.int64"),
-        (lambda: ops.flatten(tensors, layout, out=out.to("meta")), "ValueError.*on .* and on meta"),
+        (lambda: ops.flatten(other, layout, out=out), "TypeError.*one dtype.*torch.float16"),
+        (lambda: ops.flatten(tensors, layout, out=out.long()), "TypeError.*a buffer of torch.int64"),
+        (lambda: ops.flatten(tensors, layout, out=out.to("meta")), "ValueError.*on .* the buffer on meta"),
         (lambda: ops.unflatten(out, layout, out=tensors[:1]), "ValueError.*unflatten.*got 1 tensors"),
         (lambda: ops.compress_cast(out, out=out), "TypeError.*16 or bfloat16, but out is torch.float32"),
         (lambda: ops.compress_cast(out.long(), out=out.half()), "TypeError.*compress_cast.*torch.int64"),

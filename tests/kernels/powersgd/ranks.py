@@ -37,6 +37,7 @@ def plans_of(
     chosen = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0} | options
     plans = [PowerSGDPlan(layout, dtype, device, **chosen) for _ in range(world_size)]
     for plan in plans:
+        plan.take_scratch()
         for scratch in (plan._bucket.partial, plan.p_wire, plan.q_wire):
             scratch.fill_(torch.nan)
     return plans

@@ -18,6 +18,7 @@ from tests.kernels.powersgd.ranks import COMPRESS_ALL, plans_of, random_grads
 
 FP32, FP16 = torch.float32, torch.float16
 SHAPES = [(70, 45), (13,), (9, 5, 3), (33, 130), (70, 45), (4,)]
+BOTH = pytest.mark.parametrize("plan_class", [PowerSGDPlan, cpu.PowerSGDPlan], ids=["kernels", "plain"])
 # Operations of torch that launch nothing and allocate nothing.
 VIEWS = {
     *("view", "_unsafe_view", "slice", "select", "detach", "alias", "as_strided", "t", "transpose"),
@@ -77,6 +78,7 @@ def test_a_step_is_five_launches_and_allocates_nothing(count, rank, launched, de
     )  # fmt: skip
     assert launched == ["_random_q_kernel"]
     launched.clear()
+    plan.take_scratch()
     buffer = torch.zeros(plan.layout.numel, device=device)
     with LaunchingOps() as ops:
         step_of(plan, buffer)
@@ -87,15 +89,22 @@ def test_a_step_is_five_launches_and_allocates_nothing(count, rank, launched, de
     assert ops.names == ["zeros"], "the mode sees no allocation: the test is idle"
 
 
+def plan_of(plan_class, dtype, rank, square, device):
+    """Return a plan for SHAPES, and its device. In plain torch it computes on the CPU."""
+    device = device if plan_class is PowerSGDPlan else torch.device("cpu")
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES)
+    layout = PowerSGDLayout.square(numel, rank) if square else PowerSGDLayout(SHAPES, rank, 1.1)
+    options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0}
+    return plan_class(layout, dtype, device, **options), device
+
+
 @pytest.mark.parametrize("square", [False, True])
-@pytest.mark.parametrize("plan_class", [PowerSGDPlan, cpu.PowerSGDPlan], ids=["kernels", "plain"])
+@BOTH
 def test_what_is_added_to_the_error_lies_where_its_parameter_does(plan_class, square, device):
     """Values are added to a compressed matrix's error. Other tensors have no error."""
-    device = device if plan_class is PowerSGDPlan else torch.device("cpu")
+    plan, device = plan_of(plan_class, FP32, 2, square, device)
     numels = [torch.Size(shape).numel() for shape in SHAPES]
-    layout = PowerSGDLayout.square(sum(numels), 2) if square else PowerSGDLayout(SHAPES, 2, 1.1)
-    plan = plan_class(layout, FP32, device, error_feedback=True, warm_start=True, epsilon=0.0, seed=0)
-    step_of(plan, random_grads(layout, FP32, device, 0)[0])
+    step_of(plan, random_grads(plan.layout, FP32, device, 0)[0])
     for number in (3, 1):
         before, start, values = plan.error(), sum(numels[:number]), torch.ones(numels[number], device=device)
         plan.add_to_error(start, values)
@@ -118,7 +127,7 @@ def test_wires_of_16_bits_are_scaled_before_they_are_rounded(device):
     assert plan.q_wire.tolist() == [1.5e4] * 64
 
 
-@pytest.mark.parametrize("plan_class", [PowerSGDPlan, cpu.PowerSGDPlan], ids=["kernels", "plain"])
+@BOTH
 def test_an_error_beyond_16_bits_is_dropped(plan_class, device):
     """An infinite error would make the next step infinite."""
     device = device if plan_class is PowerSGDPlan else torch.device("cpu")
@@ -137,6 +146,38 @@ def test_an_error_beyond_16_bits_is_dropped(plan_class, device):
     step_of(plan, output)
     assert output.isfinite().all()
     assert output.any()
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.bfloat16], ids=str)
+def test_reading_the_error_changes_no_bit_of_later_steps(dtype, square, rank, device):
+    """Plain torch computes the error from M when the error is read, or when the next gradient is added."""
+    plans = [plan_of(cpu.PowerSGDPlan, dtype, rank, square, device)[0] for _ in range(2)]
+    for seed in range(4):
+        grads = random_grads(plans[0].layout, dtype, torch.device("cpu"), seed) * 2
+        read, unread = (grad.clone() for grad in grads)
+        step_of(plans[0], read, seed)
+        step_of(plans[1], unread, seed)
+        assert torch.equal(read, unread)
+        first = plans[0].error()
+        assert torch.equal(first, plans[0].error())
+    assert torch.equal(first, plans[1].error())
+    if dtype != torch.bfloat16:
+        assert first.any()
+
+
+@pytest.mark.parametrize("chunk_numel", [cpu.CHUNK_NUMEL, 64])
+@pytest.mark.parametrize("rank", [2, cpu.MAX_TERMS, cpu.MAX_TERMS + 1])
+def test_outputs_and_the_error_are_the_gradients_sum(rank, chunk_numel, monkeypatch, device):
+    """Neither the rows per chunk matter, nor whether P Qᵀ is computed by terms or as a product."""
+    monkeypatch.setattr(cpu, "CHUNK_NUMEL", chunk_numel)
+    plan, device = plan_of(cpu.PowerSGDPlan, torch.float64, rank, False, device)
+    gradients = [random_grads(plan.layout, torch.float64, device, seed)[0] for seed in range(5)]
+    outputs = [gradient.clone() for gradient in gradients]
+    for seed, output in enumerate(outputs):
+        step_of(plan, output, seed)
+    torch.testing.assert_close(sum(outputs) + plan.error(), sum(gradients), rtol=1e-12, atol=1e-12)
 
 
 def test_a_matrix_behind_2_to_the_31(device):

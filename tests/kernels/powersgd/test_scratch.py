@@ -1,6 +1,5 @@
-"""Plans that take scratches in turns compute the same bits as plans with their own, and have no others."""
+"""Plans take scratches in turns: as many as there are plans under way, and always the same bits."""
 
-import math
 import weakref
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from gradcomp.kernels.powersgd.bucket import take_scratch
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.layout import PowerSGDLayout
-from tests.depth import everyday
 from tests.kernels.powersgd.ranks import COMPRESS_ALL, random_grads, step
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -18,35 +16,13 @@ OPTIONS = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": 0
 SMALL, LARGE = [(40, 30), (7,)], [(70, 45), (13,), (33, 130)]
 
 
-def plan_of(shapes, dtype, device, **options):
-    return PowerSGDPlan(PowerSGDLayout(shapes, 4, COMPRESS_ALL), dtype, device, **OPTIONS, **options)
-
-
-def poison(plan):
-    for part in (plan._bucket.partial, plan.p_wire, plan.q_wire):
-        part.fill_(math.nan)
-
-
-@pytest.mark.parametrize("dtype", everyday([BF16], [FP32, BF16]))
-def test_turns_give_the_bits_of_scratches_of_their_own(dtype, device):
-    results = []
-    for shares_scratch in (False, True):
-        plans = [plan_of(shapes, dtype, device, shares_scratch=shares_scratch) for shapes in (SMALL, LARGE)]
-        buckets = []
-        for seed in range(2):
-            for plan in plans:
-                (grad,) = random_grads(plan.layout, dtype, device, seed)
-                step([plan], [grad])
-                buckets.append(grad)
-                poison(plan)
-        results.append([*buckets, *(plan.error() for plan in plans)])
-    for own, shared in zip(*results, strict=True):
-        assert torch.equal(own, shared)
+def plan_of(shapes, dtype, device):
+    return PowerSGDPlan(PowerSGDLayout(shapes, 4, COMPRESS_ALL), dtype, device, **OPTIONS)
 
 
 def test_plans_that_take_turns_have_one_memory(device):
-    plans = [plan_of(shapes, FP32, device, shares_scratch=True) for shapes in (SMALL, LARGE, SMALL)]
-    assert not any(hasattr(plan, "p_wire") for plan in plans)  # nothing before the first step
+    plans = [plan_of(shapes, FP32, device) for shapes in (SMALL, LARGE, SMALL)]
+    assert not any(hasattr(plan, "p_wire") for plan in plans), "memory before the first step"
     for _ in range(2):
         for plan in plans:
             step([plan], random_grads(plan.layout, FP32, device, 0))
@@ -58,21 +34,22 @@ def test_plans_that_take_turns_have_one_memory(device):
 
 
 def test_growing_frees_the_old_memory(device):
-    small = plan_of(SMALL, FP32, device, shares_scratch=True)
+    small = plan_of(SMALL, FP32, device)
     step([small], random_grads(small.layout, FP32, device, 0))
     wire = small.p_wire
-    large = plan_of(LARGE, FP32, device, shares_scratch=True)
+    large = plan_of(LARGE, FP32, device)
     step([large], random_grads(large.layout, FP32, device, 0))
     assert wire.untyped_storage().nbytes() == 0
 
 
-def test_plans_under_way_together_have_scratches_of_their_own(device):
-    """Each gets its own again in the next step, and the bits are those of plans one after another."""
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_plans_under_way_together_have_scratches_of_their_own(dtype, device):
+    """Each gets its own again in the next step. The bits are those of plans that take turns."""
     results, before = [], []
     for together in (False, True):
-        plans = [plan_of(SMALL, FP32, device, shares_scratch=True) for _ in range(2)]
+        plans = [plan_of(shapes, dtype, device) for shapes in (SMALL, LARGE)]
         for seed in range(2):
-            grads = [random_grads(plan.layout, FP32, device, seed)[0] for plan in plans]
+            grads = [random_grads(plan.layout, dtype, device, seed)[0] for plan in plans]
             if together:
                 for stage, *arguments in (("project", 1.0), ("back_project", 1.0), ("reconstruct", 0)):
                     for plan, grad in zip(plans, grads, strict=True):
@@ -84,13 +61,14 @@ def test_plans_under_way_together_have_scratches_of_their_own(device):
             else:
                 for plan, grad in zip(plans, grads, strict=True):
                     step([plan], [grad])
+                    plan._scratch.memory.fill_(0xFF)  # NaN in every dtype
         results.append([*grads, *(plan.error() for plan in plans)])
-    for apart, overlapping in zip(*results, strict=True):
-        assert torch.equal(apart, overlapping)
+    for in_turns, apart in zip(*results, strict=True):
+        assert torch.equal(in_turns, apart)
 
 
 def test_a_plan_that_an_error_has_stopped_goes_on_with_its_scratch(device):
-    stopped, other = (plan_of(SMALL, FP32, device, shares_scratch=True) for _ in range(2))
+    stopped, other = (plan_of(SMALL, FP32, device) for _ in range(2))
     (grad,) = random_grads(stopped.layout, FP32, device, 0)
     stopped.project(grad.clone(), 1.0)
     scratch = stopped._scratch
@@ -102,9 +80,9 @@ def test_a_plan_that_an_error_has_stopped_goes_on_with_its_scratch(device):
 
 
 def test_the_scratch_goes_with_its_last_plan(device):
-    plan = plan_of(SMALL, FP32, device, shares_scratch=True)
+    plan = plan_of(SMALL, FP32, device)
     step([plan], random_grads(plan.layout, FP32, device, 0))
-    scratch = take_scratch(device, None)
+    scratch = take_scratch(device, None, 1)
     assert scratch is plan._scratch
     scratch.is_taken = False
     memory = weakref.ref(scratch.memory)
@@ -115,7 +93,9 @@ def test_the_scratch_goes_with_its_last_plan(device):
 @pytest.mark.parametrize("shapes", [SMALL, [(5,)]])
 def test_parts_are_aligned_and_apart(shapes, device):
     """Without matrices three of the four parts are empty."""
-    bucket = plan_of(shapes, BF16, device)._bucket
+    plan = plan_of(shapes, BF16, device)
+    plan.take_scratch()
+    bucket = plan._bucket
     parts = [bucket.partial, bucket.p_wire, bucket.q_wire, bucket.grams]
     work = bucket.work
     numels = [work.partial_numel, work.p_wire_numel, work.q_wire_numel, work.grams_numel]

@@ -132,13 +132,6 @@ def test_the_error_includes_the_rounding_of_the_output(dtype, rank, device):
     assert 0 < expected.norm() < 0.1 * grad.double().norm()
 
 
-def test_many_matrices(device):
-    shapes = [shape for i in range(24) for shape in ((20 + i % 7, 30 + i % 5), (i % 4,))]
-    plans = plans_of(shapes, 2, FP32, device)
-    assert len(plans[0].layout.matrices) == 24
-    check_step(plans, random_grads(plans[0].layout, FP32, device, 0))
-
-
 @pytest.mark.parametrize("numel", [70 * 70 - 3, 70 * 69 - 2, 72 * 72 - 5])
 def test_a_matrix_whose_end_does_not_exist(numel, device):
     """The batched hook makes a square with more elements than its bucket. The surplus ones are zeros."""

@@ -10,7 +10,6 @@ from tests.kernels.powersgd.ranks import (
     MIXED,
     assert_padding_is_zero,
     matrices_of,
-    on_wire,
     plans_of,
     random_grads,
     step,
@@ -51,23 +50,3 @@ def test_a_step(dtype, wire_dtype, rank, device):
             assert relative(error, total - output) <= POWERSGD_STAGE[dtype]
         for plan in plans:
             assert_padding_is_zero(plan)
-
-
-def test_factors_have_the_same_place_on_the_wire(device):
-    """Both plans' wires are columns one after another. The kernels' columns are padded to 16 bytes."""
-    (plan,) = plans_of(MIXED, 3, FP32, device, wire_dtype=FP32)
-    options = {"error_feedback": False, "warm_start": True, "epsilon": 0.0, "seed": 0, "wire_dtype": FP32}
-    plain = PlainPlan(plan.layout, FP32, torch.device("cpu"), **options)
-    plain.load(plain.error(), [direction.cpu() for direction in plan.directions()])
-    (grad,) = random_grads(plan.layout, FP32, device, 0)
-    plan.project(grad, 1.0)
-    plain.project(grad.cpu(), 1.0)
-    for index, matrix in enumerate(plan.layout.matrices):
-        sent = plain.sent_p(index).view(matrix.rank, matrix.rows).T.double()
-        own = on_wire(plan, index, "p")
-        # The two plans scale their directions differently.
-        assert relative(own / own.norm(dim=0), sent / sent.norm(dim=0)) <= POWERSGD_STEP[FP32]
-    for each in plan, plain:
-        p_numels, uncompressed_numel, q_numels = each.wire_numels
-        assert (sum(p_numels) + uncompressed_numel, sum(q_numels)) == (len(each.p_wire), len(each.q_wire))
-        assert p_numels == [each.sent_p(index).numel() for index in range(len(each.layout.matrices))]

@@ -39,16 +39,18 @@ def work_of(rank: int, itemsize: int = 4) -> PowerSGDWork:
     return PowerSGDWork(PowerSGDLayout([OTHERS[0], *SHAPES, OTHERS[1]], rank, 0), itemsize, itemsize)
 
 
-@pytest.mark.parametrize(("rate", "compressed"), [(0, 5), (1, 3), (3, 2), (4, 1)])
-def test_what_is_worth_compressing(rate, compressed):
-    """Torch's rule: (rows + cols) · rank · rate < rows · cols. With rate 0, all matrices are compressed."""
-    shapes = [(64, 64), (20, 3, 3), (12, 12), (4, 4), (1, 7), (9,), (0, 5), (5, 0), ()]
-    layout = PowerSGDLayout(shapes, 2, rate)
-    assert len(layout.matrices) == compressed
-    assert len(layout.matrices) + len(layout.uncompressed) == len(shapes)
-
-
-def check_every_tile_is_worked_on_once(work: PowerSGDWork):
+@settings(max_examples=everyday(50, 1000))
+@given(
+    st.just(SHAPES) | st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=3),
+    st.sampled_from([1, 3, 8, 16, 32, 100]),
+    st.sampled_from([2, 4, 8]),
+    st.sampled_from([3, 500]),
+)
+def test_every_tile_of_any_matrices_is_worked_on_once(shapes, rank, itemsize, num_programs):
+    """And the programs whose partial sums are added up are all programs of their block."""
+    programs = dict.fromkeys(powersgd_work.NUM_PROGRAMS, num_programs)
+    with mock.patch.object(powersgd_work, "NUM_PROGRAMS", programs):
+        work = PowerSGDWork(PowerSGDLayout(shapes, rank, 0), itemsize, itemsize)
     for kernel, (block, length) in work.tiles.items():
         sizes = [(each.rows, each.cols) for each in work.matrices]
         if kernel != "project":
@@ -59,27 +61,15 @@ def check_every_tile_is_worked_on_once(work: PowerSGDWork):
             for across in range(-(-size // block))
             for along in range(-(-other_size // length))
         }
-        walked = [
-            (i, across, along)
-            for kind, i, across, first, last, *_ in getattr(work, f"{kernel}_work")
-            if kind == TILES
-            for along in range(first, last)
-        ]
+        rows = [row for row in getattr(work, f"{kernel}_work") if row[0] == TILES]
+        walked = [(i, across, along) for _, i, across, *span, _, _ in rows for along in range(*span)]
         assert Counter(walked) == dict.fromkeys(tiles, 1)
-
-
-@settings(max_examples=everyday(50, 1000))
-@given(
-    st.just(SHAPES) | st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), min_size=1, max_size=3),
-    st.sampled_from([1, 3, 8, 16, 32, 100]),
-    st.sampled_from([2, 4, 8]),
-    st.sampled_from([3, 500]),
-)
-def test_every_tile_of_any_matrices_is_worked_on_once(shapes, rank, itemsize, num_programs):
-    programs = dict.fromkeys(powersgd_work.NUM_PROGRAMS, num_programs)
-    with mock.patch.object(powersgd_work, "NUM_PROGRAMS", programs):
-        work = PowerSGDWork(PowerSGDLayout(shapes, rank, 0), itemsize, itemsize)
-    check_every_tile_is_worked_on_once(work)
+        of_block = {}
+        for index, (_, i, across, _, _, first, count) in enumerate(rows):
+            of_block.setdefault((i, across), []).append((index, first, count))
+        for programs_of_one in of_block.values():
+            first, count = programs_of_one[0][0], len(programs_of_one)
+            assert programs_of_one == [(first + i, first, count) for i in range(count)]
 
 
 def resident_programs(kernel: str, rank: int) -> int:
@@ -141,34 +131,12 @@ def test_wires_are_filled_once_without_gaps(rank, itemsize):
     assert elements_of(work, "q", itemsize) == dict.fromkeys(range(work.q_wire_numel), 1)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4, 8])
-def test_wires_are_padded_to_16_bytes_a_column(itemsize):
-    work, padding = work_of(4, itemsize), 16 // itemsize - 1
-    factors = sum((n + m) * min(n, m, 4) for n, m in SHAPES) + sum(map(math.prod, OTHERS))
-    columns = sum(2 * min(n, m, 4) for n, m in SHAPES) + len(OTHERS)
-    assert factors < work.p_wire_numel + work.q_wire_numel <= factors + columns * padding
-
-
 @pytest.mark.parametrize("shape", [(10, 50257), (50257, 10), (1, 10**6), (10**6, 1), (4096, 4096)])
 def test_every_aspect_ratio_stays_parallel(shape):
     """There are enough programs for all of a GPU's multiprocessors."""
     work = PowerSGDWork(PowerSGDLayout([shape], 4, 0), 4, 4)
     for programs in (work.project_work, work.back_project_work, work.reconstruct_work):
         assert len(programs) >= 150
-
-
-@pytest.mark.usefixtures("few_programs")
-def test_partial_sums_are_all_added():
-    work = work_of(4)
-    for rows in (work.project_work, work.back_project_work):
-        blocks = {}
-        for index, (kind, matrix, block, *_, first, count) in enumerate(rows):
-            if kind == TILES:
-                blocks.setdefault((matrix, block, first, count), []).append(index)
-        assert len(blocks) == len({key[:2] for key in blocks})
-        for (*_, first, count), programs in blocks.items():
-            assert programs == list(range(first, first + count))
-    assert any(row[6] > 1 for row in work.project_work), "no split columns: the test is idle"
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
@@ -188,14 +156,6 @@ def test_norms_fit_their_table(cols):
 def test_padded_ranks():
     ranks = {1: 1, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 9: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 96}
     assert {rank: padded_rank(rank) for rank in ranks} == ranks
-
-
-def test_nothing_compressed():
-    work = PowerSGDWork(PowerSGDLayout([(10,), (0,)], 4, 0), 4, 4)
-    assert [row[0] for row in work.project_work] == [COPY]
-    assert work.back_project_work == []
-    assert work.p_wire_numel == 12, "padded to 16 bytes"
-    assert work.q_wire_numel == work.memory_numel == work.partial_numel == work.num_walks == 0
 
 
 @pytest.mark.parametrize(

@@ -94,20 +94,3 @@ def sections_of(
     # Copy: view refuses an empty section that isn't aligned.
     codes, scales, exact = (payload.cpu()[section].clone() for section in sections)
     return codes.view(-1, layout.code_bytes(bits)), scales.view(torch.bfloat16), exact.view(dtype)
-
-
-def blocks_of(layout: BlockLayout, flat: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
-    """Return a bucket's quantized tensors in blocks [blocks, size], with zeros as padding."""
-    blocks = torch.zeros(layout.world_size * layout.shard_numel, dtype=wide)
-    for part in layout.quantized:
-        blocks[part.stored] = flat[part.in_bucket].cpu().to(wide)
-    return blocks.view(-1, layout.block_size)
-
-
-def dequantized(
-    codes: torch.Tensor, scales: torch.Tensor, wide: torch.dtype, bits: int, top: float
-) -> torch.Tensor:
-    """Return what codes stand for."""
-    if bits == 4:
-        codes = torch.stack([codes << 4, codes & 0xF0], 2).flatten(1).view(torch.int8) >> 4
-    return (codes.view(torch.int8).to(wide) * scales.to(wide)[:, None]).clamp(-top, top)

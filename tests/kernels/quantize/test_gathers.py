@@ -1,7 +1,6 @@
 """Compare the all-gather of shards in codes with plain torch and with rounding in a few lines."""
 
 import math
-from collections import Counter
 from unittest import mock
 
 import pytest
@@ -85,22 +84,22 @@ def test_gathers_in_every_dtype(dtype, device):
     check([(4, 2)], 8, dtype, device)
 
 
-@pytest.mark.parametrize(
-    ("bits", "sizes", "block_size", "lead"), mixed([4, 8], SIZES, [2, 6, 16], [0, 3]), ids=str
-)
-def test_gathers_in_every_number_of_ranks_and_nodes(bits, sizes, block_size, lead, device):
-    check([sizes, block_size], bits, torch.float32, device, lead)
+FP32, BF16 = torch.float32, torch.bfloat16
+# Bits, (sizes of the group and a node, elements of a block, shapes), the dtype, a shard's place in memory.
+GATHERS = [
+    *((bits, (*of, MIXED), FP32, lead) for bits, *of, lead in mixed([4, 8], SIZES, [2, 6, 16], [0, 3])),
+    *((bits, ((2, 1), 128, LARGE), dtype, 0) for bits, dtype in ((4, FP32), (8, BF16))),
+    *(
+        (8, (sizes, 16, few), FP32, 0)
+        for few in ([(4, 4)], [(1, 17)], [(2, 8), (8, 2)], [(5,), (16, 1)])
+        for sizes in ((3, 1), (4, 2))
+    ),
+]
 
 
-@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (8, torch.bfloat16)], ids=str)
-def test_gathers_of_large_shards(bits, dtype, device):
-    check([(2, 1), 128, LARGE], bits, dtype, device)
-
-
-@pytest.mark.parametrize("shapes", [[(4, 4)], [(1, 17)], [(2, 8), (8, 2)], [(5,), (16, 1)]], ids=str)
-def test_gathers_of_few_blocks(shapes, device):
-    for sizes in ((3, 1), (4, 2)):
-        check([sizes, 16, shapes], 8, torch.float32, device)
+@pytest.mark.parametrize(("bits", "of", "dtype", "lead"), GATHERS, ids=str)
+def test_gathers_of_unlike_shards(bits, of, dtype, lead, device):
+    check(of, bits, dtype, device, lead)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -114,21 +113,6 @@ def test_blocks_that_are_not_finite_are_nan(bits, device):
     is_bad[[5, 8]] = True
     assert decoded.view(12, 16)[is_bad].isnan().all()
     assert torch.equal(decoded.view(12, 16)[~is_bad], expected.view(12, 16)[~is_bad])
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_each_row_has_one_ranks_elements(sizes):
-    layout, numel = gather_of(8, sizes).layout, sum(map(math.prod, MIXED))
-    found = Counter()
-    for parts, per_row in ((layout.quantized, layout.shard_numel), (layout.exact, layout.exact_numel)):
-        for part in parts:
-            rank, row = part.in_bucket.start // numel, part.stored.start // per_row
-            assert rows_of(gather_of(8, sizes))[row] == rank
-            assert (part.stored.stop - 1) // per_row == row
-            found.update(range(part.in_bucket.start, part.in_bucket.stop))
-    assert found == Counter(range(sizes[0] * numel))
-    assert layout.quantized_numel == sizes[0] * (7 * 13 + 17 + 40 * 9)
-    assert [part.stop - part.start for part in layout.sections(16, 4)[0]][1] == 0  # no scales
 
 
 def test_what_is_compressed():

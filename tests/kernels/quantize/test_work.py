@@ -24,11 +24,14 @@ def small_copies(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_copies")
+@pytest.mark.parametrize("is_average", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize(("block_size", "bits"), [(16, 4), (6, 8), (2, 4)])
-def test_every_element_is_in_one_program(block_size, bits, world_size):
+def test_every_element_is_in_one_program(block_size, bits, world_size, is_average):
+    """This holds for all shards, and for the one shard of an average."""
     layout = BlockLayout(SHAPES, block_size, world_size)
-    work = QuantizedWork(layout, bits, 4)
+    layout = layout.piece(1) if is_average else layout
+    work = QuantizedWork(layout, bits, 4, is_average=is_average)
     in_bucket, payload, blocks = Counter(), Counter(), Counter()
     for row in work.rows:
         assert len(row) == WORK_FIELDS
@@ -46,26 +49,9 @@ def test_every_element_is_in_one_program(block_size, bits, world_size):
         payload.update(range(codes, codes + num_blocks * work.code_bytes))
         payload.update(range(scales, scales + num_blocks * 2))
     assert in_bucket == Counter(range(layout.numel))
-    assert blocks == Counter(range(world_size * layout.num_blocks))
+    assert blocks == Counter(range(layout.world_size * layout.num_blocks))
     assert max(payload.values()) == 1
-    assert max(payload) < world_size * work.payload_bytes
-
-
-@pytest.mark.usefixtures("small_copies")
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_shard_is_averaged_whole(world_size):
-    layout = BlockLayout(SHAPES, 16, world_size)
-    work = QuantizedWork(layout.piece(1), 4, 2, is_average=True)
-    blocks = [row[8] + i for row in work.rows if row[0] == BLOCKS for i in range(row[3])]
-    assert blocks == list(range(layout.num_blocks))
-    assert sum(row[2] for row in work.rows if row[0] == COPY) == layout.exact_numel
-    covered = Counter()
-    for row in work.rows:
-        ranges = [(row[3], 2 * row[2])] if row[0] == COPY else [(row[5], 8 * row[3]), (row[6], 2 * row[3])]
-        for start, length in ranges:
-            covered.update(range(start, start + length))
-    assert max(covered.values()) == 1
-    assert max(covered) < work.payload_bytes
+    assert max(payload) < layout.world_size * work.payload_bytes
 
 
 @pytest.mark.parametrize("block_size", [2, 6, 128, 200, 4096, 100_000])
@@ -77,21 +63,7 @@ def test_tiles_are_powers_of_two_that_hold_a_block(block_size, itemsize):
     assert blocks & (blocks - 1) == 0
     assert num_warps in (4, 8, 16, 32)
     assert blocks == 1 or blocks * columns * itemsize == num_warps * 32 * 64
-
-
-def test_tiles_of_the_default_block():
-    assert tile_shape(128, 4) == (16, 4)
-    assert tile_shape(128, 8) == (8, 4)
-
-
-def test_positions_beyond_two_billion():
-    """No position is cut to 32 bits in the table."""
-    layout = BlockLayout([(60_000, 50_000), (5,)], 128, 1)
-    work = QuantizedWork.__new__(QuantizedWork)
-    work.layout, work.bits, work.code_bytes, work.payload_bytes = layout, 4, 64, 1 << 33
-    work._scales_at, work._exact_at, work._exact_itemsize = layout.num_blocks * 64, 1 << 32, 4
-    (copy,) = work._copy_work(2048)
-    assert copy[1:4] == (3_000_000_000, 5, 1 << 32)
+    assert block_size != 128 or (blocks, num_warps) == (64 // itemsize, 4)
 
 
 @settings(max_examples=everyday(50, 1000))
