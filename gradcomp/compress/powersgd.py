@@ -17,7 +17,6 @@ from gradcomp.layout.blocks import SCALE_BYTES
 
 from ..comm.exchange import Works, all_reduce, reduce_hierarchically
 from ..comm.nodes import nodes_of
-from ..comm.pipeline import Stages
 from ..rules import (
     EPSILON,
     FACTOR_DTYPE,
@@ -293,11 +292,7 @@ class PowerSGDCompressor(Compressor):
             # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
             return all_reduce(wire, group, has_delay=self._has_delay or (group.size() == 2 and is_small))
         nodes = nodes_of(group, self._ranks_per_node)
-
-        def between(part: Tensor) -> Stages:
-            yield from all_reduce(part, nodes.between, has_delay=self._has_delay)
-            return part
-
+        between = partial(all_reduce, group=nodes.between, has_delay=self._has_delay)
         return reduce_hierarchically(wire, nodes, between)
 
     def state(self) -> State:
