@@ -11,7 +11,6 @@ streams, and while compressed buckets are under way, these are stages of a pipel
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,8 +108,11 @@ def run_hook_compressed(
         a bucket of its own pipeline would wait without end.
     """
     device = bucket.buffer().device
-    if not has_streams(device):
-        return start().then(lambda future: finish(_value_of(future, operation)))
+
+    def finish_explained(future: Future) -> torch.Tensor:
+        with operation:
+            result = future.value()
+        return finish(result)
 
     def stages() -> Stages:
         future = start()
@@ -119,12 +121,9 @@ def run_hook_compressed(
         torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         return finish(future.value())
 
+    if not has_streams(device):
+        return start().then(finish_explained)
     return average_in_stages(bucket, stages(), operation, pipeline)
-
-
-def _value_of(future: Any, operation: Explaining) -> Any:
-    with operation:
-        return future.value()
 
 
 def start_all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Explaining) -> dist.Work:
