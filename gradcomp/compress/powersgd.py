@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradcomp import ops
 from gradcomp.device import has_streams
-from gradcomp.layout import BlockLayout, FlatLayout, PowerSGDLayout
+from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
 from ..comm.exchange import Works, all_reduce, reduce_hierarchically
@@ -118,15 +118,6 @@ class PowerSGDOptions:
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
         return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate, draws)
 
-    def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
-        """Return each matrix's position among the bucket's tensors; an empty list for a square view."""
-        if self.square:
-            return []
-        flat = FlatLayout(shapes)
-        sizes = enumerate(zip(flat.offsets, flat.numels, strict=True))
-        tensors = {offset: position for position, (offset, numel) in sizes if numel}
-        return [tensors[matrix.offset] for matrix in self.layout(shapes, dtype).matrices]
-
 
 class PowerSGDCompressor(Compressor):
     """PowerSGD for one bucket (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2).
@@ -142,7 +133,6 @@ class PowerSGDCompressor(Compressor):
 
     def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
         self._num_tensors = len(bucket.shapes)
-        self._tensors = options.tensors_of_matrices(bucket.shapes, bucket.dtype)
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
         self._ranks_per_node, self._has_delay = bucket.ranks_per_node, bucket.has_delay
         self.plan = ops.powersgd_plan(
@@ -154,6 +144,7 @@ class PowerSGDCompressor(Compressor):
             # Safe, because all stages run on the device's side stream.
             shares_scratch=True,
         )
+        self._tensors = [matrix.tensor for matrix in self.plan.layout.matrices]
         if options.use_error_feedback and not options.square:
             self.sent_exactly = set(range(self._num_tensors)) - set(self._tensors)
         self._of_wires = []
