@@ -28,7 +28,7 @@ from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout
 from gradcomp.layout.flat import ShardLayout
 
-from ..comm.exchange import Works, all_to_all, reduce_scatter
+from ..comm.exchange import Works, reduce_scatter
 from ..comm.nodes import nodes_of
 from .compressor import BucketSpec
 from .quantized_all_reduce import Codes, add_to_pieces, unit_within, zeros_of
@@ -122,8 +122,7 @@ class ReduceScatter:
         """Write the sum over the ranks of this rank's row, divided by unit, to out."""
         self.codes = codes = _shared.free.pop(self._key, None) or self._make_codes()
         codes.error = self.error
-        codes.encode(flat, group.rank())
-        yield all_to_all(codes.received, codes.payload, group)
+        yield from codes.exchange(flat, group)
         codes.add(out, group.rank())
         _shared.free[self._key] = codes
 
