@@ -232,15 +232,13 @@ class _Exchange(dist.Work):
         for other, message, tag in zip(others, messages, tags, strict=True):
             self._works.append(dist.isend(message, group=group, group_dst=other, tag=tag))
 
-    def _heading(self, row: torch.Tensor) -> list[int]:
-        return [self._number, self._kind, row.nbytes]
-
     def _tag(self, row: torch.Tensor) -> int:
         """Tell a message without a channel by its heading: gloo takes one that is too short for whole."""
-        return _FIRST_TAG + zlib.crc32(repr(self._heading(row)).encode()) % _NUM_TAGS
+        heading = [self._number, self._kind, row.nbytes]
+        return _FIRST_TAG + zlib.crc32(repr(heading).encode()) % _NUM_TAGS
 
     def _pack(self, row: torch.Tensor) -> torch.Tensor:
-        heading = torch.tensor(self._heading(row), dtype=torch.int64, device="cpu")
+        heading = torch.tensor([self._number, self._kind, row.nbytes], dtype=torch.int64, device=_CPU)
         return torch.cat([each.view(-1).view(torch.uint8) for each in (heading, row)])
 
     def wait(self, timeout: Any = None) -> bool:
@@ -253,7 +251,7 @@ class _Exchange(dist.Work):
                 if message is row:
                     continue
                 number, kind, num_bytes = heading = message[:_HEADING_BYTES].view(torch.int64).tolist()
-                if heading != self._heading(row):
+                if heading != [self._number, self._kind, row.nbytes]:
                     raise RuntimeError(
                         f"rank {source} of the group has sent {num_bytes} bytes as its exchange {number}, an "
                         f"{_KINDS[kind]}, where this rank needs {row.nbytes} bytes"

@@ -268,7 +268,7 @@ class HierarchicalAllReduce:
         if not self.num_bytes:
             return
         nodes, codes = nodes_of(group, self._ranks_per_node), self.codes
-        parts = self.layout.parts_of(unused)
+        parts = self.layout.parts_of(unused) if unused else []
         for part in parts:
             flat[part.in_bucket] = 0.0
         self._copy(flat, self._pieces.view(-1), self.unit)
