@@ -30,7 +30,6 @@ from ..rules import (
 )
 from .checkpoint import require_names
 from .compressor import BucketSpec, Collective, Compressor, State
-from .quantized import QuantizedCompressor, QuantizedOptions
 from .quantized_all_reduce import LayoutFor, all_reduce_for, collectives_of_all_reduce, compile_operations
 
 # Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
@@ -325,19 +324,3 @@ class PowerSGDCompressor(Compressor):
 def _is_uncompressed(options: PowerSGDOptions, shape: tuple[int, ...]) -> bool:
     """Return whether tensors of this shape are averaged exactly in every dtype: fp64 compresses most."""
     return not options.layout([shape], torch.float64).matrices
-
-
-class QuantizedStart(QuantizedCompressor):
-    """The compressor of PowerSGD's first steps if these are quantized (start_bits)."""
-
-    def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
-        super().__init__(bucket, _start_options(options))
-
-    @classmethod
-    def warm_up(cls, bucket: BucketSpec, options: PowerSGDOptions) -> None:  # type: ignore[override]
-        super().warm_up(bucket, _start_options(options))
-
-
-def _start_options(options: PowerSGDOptions) -> QuantizedOptions:
-    assert options.start_bits is not None
-    return QuantizedOptions(options.start_bits, error_feedback=options.use_error_feedback)

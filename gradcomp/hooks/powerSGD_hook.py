@@ -17,7 +17,8 @@ from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
 from gradcomp.compress import consolidation
 from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
-from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions, QuantizedStart
+from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.rules import WHOLE, described
 
@@ -161,7 +162,9 @@ class PowerSGDState(CompressorState):
         phase = super().phase(options, group, device)
         if phase.compressor is not None or options.start_bits is None:
             return phase
-        return phase._replace(name=f"the quantized start of {self.algorithm}", compressor=QuantizedStart)
+        start = QuantizedOptions(options.start_bits, error_feedback=options.use_error_feedback)
+        name = f"the quantized start of {self.algorithm}"
+        return phase._replace(name=name, compressor=QuantizedCompressor, options=start)
 
     def _why_nothing_is_saved(self) -> str:
         return (
