@@ -154,6 +154,7 @@ class FlatAllReduce:
     layout, num_bytes: see Form.
     codes: what this rank quantizes.
     error: the errors that this rank keeps, times unit; None without error feedback.
+    kept: (elements of the bucket, their errors in `error`) pairs.
     """
 
     unit = 1.0  # the errors are multiplied by it
@@ -176,11 +177,7 @@ class FlatAllReduce:
         self.codes = Codes(*arguments, self.error, num_senders=form.num_senders, **options)
         self._decode = None if form.num_senders else ops.decoder(*arguments, **options)
         self.operations = [*self.codes.operations, self._decode]
-
-    def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (elements of the bucket, their errors in `error`) that the rank of this place keeps."""
-        for run in self.layout.runs:
-            yield run.in_bucket, run.stored
+        self.kept = [(run.in_bucket, run.stored) for run in form.layout.runs]
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
@@ -251,15 +248,13 @@ class HierarchicalAllReduce:
         if form.num_senders:
             self._means = self._pieces.to(dtype)  # a copy only in another dtype
             self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], device)
+        self._place = spec.place
+        self.kept = self._in_piece(form.layout.runs)
 
-    def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (elements of the bucket, their errors in `error`) of this place's piece."""
-        return self._in_piece(self.layout.runs, place)
-
-    def _in_piece(self, parts: Iterable[Part], place: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (elements of the bucket, the same elements of the place's piece) of quantized parts."""
+    def _in_piece(self, parts: Iterable[Part]) -> list[tuple[slice, slice]]:
+        """Return (elements of the bucket, the same elements of this place's piece) of quantized parts."""
         numel = self.codes.layout.world_size * self.layout.shard_numel
-        return ((source, target) for piece, source, target in _cut(parts, numel) if piece == place)
+        return [(source, target) for piece, source, target in _cut(parts, numel) if piece == self._place]
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
@@ -278,7 +273,7 @@ class HierarchicalAllReduce:
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
         stays = [
             (own, _is_in_zero_block(self._piece[own], self.layout.block_size))
-            for _, own in self._in_piece(parts, nodes.within.rank())
+            for _, own in self._in_piece(parts)
         ]
         yield from codes.exchange(self._piece, nodes.between, stays)
         yield all_gather(self._codes.flatten(1), self._gathered.view(-1), nodes.within)
