@@ -81,7 +81,7 @@ def average_in_place(
         require_no_capture("gradients can't be averaged", buffer.device)
     wire, keep = compress()
 
-    def finish(future: Future) -> torch.Tensor:
+    def finish(future: Future) -> torch.Tensor:  # holds no process group, see Explaining
         with operation:
             future.value()
         return decompress(wire, keep)

@@ -153,10 +153,8 @@ class Pipeline:
         future, earlier, self._running = PipelinedFuture(self, device), self._running, []
         new = _Running(stages, operation, future, device, backward)
         self._unfinished.add(new)
-        go_on, stay = [new], earlier
-        if earlier:
-            go_on += [each for each in earlier if has_streams(each.device)]
-            stay = [each for each in earlier if not has_streams(each.device)]
+        go_on = [new, *(each for each in earlier if has_streams(each.device))]
+        stay = [each for each in earlier if not has_streams(each.device)]
         self._running = self._advance(go_on, -1 if ends and is_on_streams else 1) + stay
         if ends:
             self.finish()
