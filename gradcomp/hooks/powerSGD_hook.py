@@ -158,13 +158,13 @@ class PowerSGDState(CompressorState):
         compared = super().compared_options()
         return {"start_powerSGD_iter": compared.pop("start_iter"), **compared}
 
-    def phase(self, options: PowerSGDOptions, group: dist.ProcessGroup, device: torch.device) -> Phase:
-        phase = super().phase(options, group, device)
-        if phase.compressor is not None or options.start_bits is None:
+    def _starting(self, compressing: Phase) -> Phase:
+        phase, given = super()._starting(compressing), compressing.options
+        if given.start_bits is None:
             return phase
-        start = QuantizedOptions(options.start_bits, error_feedback=options.use_error_feedback)
+        options = QuantizedOptions(given.start_bits, error_feedback=given.use_error_feedback)
         name = f"the quantized start of {self.algorithm}"
-        return phase._replace(name=name, compressor=QuantizedCompressor, options=start)
+        return phase._replace(name=name, compressor=QuantizedCompressor, options=options)
 
     def _why_nothing_is_saved(self) -> str:
         return (
