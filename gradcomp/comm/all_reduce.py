@@ -10,8 +10,6 @@ Over a delay, where ranks exchange messages (exchange.py), for CUDA tensors on g
 streams, and while compressed buckets are under way, these are stages of a pipeline; see pipeline.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -25,6 +23,11 @@ from .exchange import MIN_DELAY_S, SUM, all_reduce, round_trip_s
 from .pipeline import Pipeline, Stages, average_in_stages
 from .process_group import ExplainedError, Explaining, backends_of, has_backend
 from .streams import Future, require_no_capture
+
+# What to call when a bucket is averaged, if anything, and what a bucket is sent in with it. Names, as Python
+# evaluates the annotations of a function within a function in every call.
+_Keep = Callable[[], None] | None
+_Wire = tuple[torch.Tensor, _Keep]
 
 
 def average_in_place(
@@ -49,13 +52,13 @@ def average_in_place(
     buffer, by = bucket.buffer(), group.size() if divisor is None else divisor
     on_streams = has_streams(buffer.device)
 
-    def compress() -> tuple[torch.Tensor, Callable[[], None] | None]:
+    def compress() -> _Wire:
         if wire_dtype is not None:
             wire, keep = take_wire(bucket, wire_dtype)
             return ops.compress_cast(buffer, out=wire, scale=1 / by, overwrite=True), keep
         return as_real(buffer.div_(by) if by != 1 else buffer), None
 
-    def decompress(wire: torch.Tensor, keep: Callable[[], None] | None) -> torch.Tensor:
+    def decompress(wire: torch.Tensor, keep: _Keep) -> torch.Tensor:
         if keep is not None:
             ops.decompress_cast(wire, out=buffer)
             keep()
