@@ -24,8 +24,8 @@ def directions_in(kept):
         return None
     options = PowerSGDOptions(**kept["options"]) if isinstance(kept, dict) else kept.options
     errors = [entry["error"] for entry in entries]
-    order = options.tensors_of_matrices([error.shape for error in errors], errors[0].dtype)
-    return [entries[tensor]["direction"] for tensor in order]
+    layout = options.layout([error.shape for error in errors], errors[0].dtype)
+    return [entries[matrix.tensor]["direction"] for matrix in layout.matrices]
 
 
 def entry_of(state, parameter):

@@ -1,7 +1,7 @@
-"""One all-reduce per bucket, between compressing and decompressing it.
+"""One all-reduce per bucket, in the bucket's dtype or in 16 bits.
 
-The hook compresses, starts the all-reduce and returns. A callback of its future decompresses, beside
-backward: on a thread of gloo's, or on a stream of torch's, which waits for NCCL.
+The caller divides or casts the bucket, starts the all-reduce and returns. A callback of its future casts
+back, beside backward: on a thread of gloo's, or on a stream of torch's, which waits for NCCL.
 
     hook: compress, start the all-reduce, return      backward goes on
     callback: all-reduce, decompress, complete the future
@@ -11,7 +11,6 @@ streams, and while compressed buckets are under way, these are stages of a pipel
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,42 +18,60 @@ import torch.distributed as dist
 from gradcomp import ops
 from gradcomp.device import has_streams
 
-from .bucket import Wire, as_real
+from .bucket import as_real, take_wire
 from .exchange import MIN_DELAY_S, SUM, all_reduce, round_trip_s
 from .pipeline import Pipeline, Stages, average_in_stages
 from .process_group import ExplainedError, Explaining, backends_of, has_backend
 from .streams import Future, require_no_capture
 
+# What to call when a bucket is averaged, if anything, and what a bucket is sent in with it. Names, as Python
+# evaluates the annotations of a function within a function in every call.
+_Keep = Callable[[], None] | None
+_Wire = tuple[torch.Tensor, _Keep]
 
-def all_reduce_compressed(
+
+def average_in_place(
     bucket: dist.GradBucket,
     group: dist.ProcessGroup,
     operation: Explaining,
-    compress: Callable[[], Wire],
     pipeline: Pipeline | None = None,
+    *,
+    divisor: float | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> Future:
-    """Sum a compressed bucket over the group into the bucket's buffer, which completes a future.
+    """Return a future of the bucket's buffer, which gets the sum over the group of buffer / divisor.
 
     operation: explains errors of the all-reduce.
-    compress: returns the wire, which may be the buffer.
     pipeline: see average_in_stages.
+    divisor: the group's size if None. The division comes first: the sum may overflow where the mean does not.
+    wire_dtype: float16 or bfloat16, to which each rank's quotient is rounded; None for the bucket's dtype.
 
-    Raises RuntimeError if the backend refuses the tensor. An error of the communication itself is raised by a
+    Raises RuntimeError if the backend refuses the dtype. An error of the communication itself is raised by a
     wait for the future, or in a later bucket's hook.
     """
-    buffer = bucket.buffer()
+    buffer, by = bucket.buffer(), group.size() if divisor is None else divisor
     on_streams = has_streams(buffer.device)
 
+    def compress() -> _Wire:
+        if wire_dtype is not None:
+            wire, keep = take_wire(bucket, wire_dtype)
+            return ops.compress_cast(buffer, out=wire, scale=1 / by, overwrite=True), keep
+        return as_real(buffer.div_(by) if by != 1 else buffer), None
+
+    def decompress(wire: torch.Tensor, keep: _Keep) -> torch.Tensor:
+        if keep is not None:
+            ops.decompress_cast(wire, out=buffer)
+            keep()
+        return buffer
+
     def stages() -> Stages:
-        wire, release = compress()
+        wire, keep = compress()
         if on_streams:
             yield start_all_reduce(wire, group, operation)
-            if wire is not buffer:
-                ops.decompress_cast(wire, out=buffer)
-        else:
-            out = as_real(buffer)
-            yield from all_reduce(out if wire is buffer else wire, group, has_delay=True, out=out)
-        release()
+            return decompress(wire, keep)
+        yield from all_reduce(wire, group, has_delay=True, out=wire if keep is None else buffer)
+        if keep is not None:
+            keep()
         return buffer
 
     if on_streams:
@@ -65,72 +82,20 @@ def all_reduce_compressed(
         return average_in_stages(bucket, stages(), operation, pipeline)
     if on_streams:
         require_no_capture("gradients can't be averaged", buffer.device)
-    wire, release = compress()
+    wire, keep = compress()
 
-    def finish(future: Future) -> torch.Tensor:
-        # gloo's result for a complex tensor is its view as real numbers.
+    def finish(future: Future) -> torch.Tensor:  # holds no process group, see Explaining
         with operation:
             future.value()
-        if wire is not buffer:
-            ops.decompress_cast(wire, out=buffer)
-        release()
-        return buffer
+        return decompress(wire, keep)
 
     return start_all_reduce(wire, group, operation).get_future().then(finish)
 
 
-def average_in_place(
-    bucket: dist.GradBucket,
-    group: dist.ProcessGroup,
-    operation: Explaining,
-    pipeline: Pipeline | None = None,
-    divisor: float | None = None,
-) -> Future:
-    """Average a bucket in its own dtype: divide it by the divisor or the group's size, then all-reduce it."""
-    buffer, by = bucket.buffer(), group.size() if divisor is None else divisor
-
-    def divide() -> Wire:
-        return (buffer.div_(by) if by != 1 else buffer), lambda: None
-
-    return all_reduce_compressed(bucket, group, operation, divide, pipeline)
-
-
-def run_hook_compressed(
-    bucket: dist.GradBucket,
-    operation: Explaining,
-    start: Callable[[], Future],
-    finish: Callable[[torch.Tensor], torch.Tensor],
-    pipeline: Pipeline,
-) -> Future:
-    """Return a future of `finish(result)`, where `start()` calls another hook whose future holds `result`.
-
-    operation: explains the errors of the other hook's collectives.
-    pipeline: of the calling hook alone. The other hook has its buckets in another one: a stage that waits for
-        a bucket of its own pipeline would wait without end.
-    """
-    device = bucket.buffer().device
-    if not has_streams(device):
-        return start().then(lambda future: finish(_value_of(future, operation)))
-
-    def stages() -> Stages:
-        future = start()
-        yield future  # type: ignore[misc]  # it is waited for as a collective is
-        # gloo's futures know no streams: their work is on the default stream.
-        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
-        return finish(future.value())
-
-    return average_in_stages(bucket, stages(), operation, pipeline)
-
-
-def _value_of(future: Any, operation: Explaining) -> Any:
-    with operation:
-        return future.value()
-
-
 def start_all_reduce(wire: torch.Tensor, group: dist.ProcessGroup, operation: Explaining) -> dist.Work:
-    """Start summing a flat tensor over the group. Raises RuntimeError if the backend refuses its dtype."""
+    """Start summing a real tensor over the group. Raises RuntimeError if the backend refuses its dtype."""
     try:
-        return group.allreduce([as_real(wire)], SUM)
+        return group.allreduce([wire], SUM)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:

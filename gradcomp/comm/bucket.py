@@ -267,45 +267,40 @@ Kept = TypeVar("Kept")
 
 
 class KeptBuffers(Generic[Kept]):
-    """What hooks keep from step to step beside a bucket's first parameter: one object per hook and bucket.
+    """What hooks keep from step to step beside a bucket's first parameter: one object per bucket and name.
 
     An object goes with its parameter, or when the parameters are arranged in other buckets. While its bucket
     is in flight, it is taken out: two buckets in flight never share one.
 
-    by_parameter: a bucket's first parameter -> hook name -> (key, object).
+    by_parameter: a bucket's first parameter -> name -> (key, object).
     """
 
     def __init__(self) -> None:
         self.by_parameter: MutableMapping[torch.Tensor, dict[str, tuple[Any, Kept]]] = WeakIdKeyDictionary()
 
-    def take(self, parameters: Sequence[torch.Tensor], hook_name: str, key: Hashable) -> Kept | None:
+    def take(self, parameters: Sequence[torch.Tensor], name: str, key: Hashable) -> Kept | None:
         """Take out the object of the bucket with these parameters; None if there is none with this key.
 
         key: the size, device and so on that the object was made for.
         """
         if parameters:
-            kept = self.by_parameter.get(parameters[0], {}).pop(hook_name, None)
+            kept = self.by_parameter.get(parameters[0], {}).pop(name, None)
             if kept is not None and kept[0] == key:
                 return kept[1]
         # Other buckets of these parameters may have left objects: the first step's one bucket, say.
         for parameter in parameters:
-            self.by_parameter.get(parameter, {}).pop(hook_name, None)
+            self.by_parameter.get(parameter, {}).pop(name, None)
         return None
 
-    def keep(self, first_parameter: torch.Tensor, hook_name: str, key: Hashable, kept: Kept) -> None:
+    def keep(self, first_parameter: torch.Tensor, name: str, key: Hashable, kept: Kept) -> None:
         """Keep an object that nothing reads any more for the bucket's next step."""
-        self.by_parameter.setdefault(first_parameter, {})[hook_name] = key, kept
+        self.by_parameter.setdefault(first_parameter, {})[name] = key, kept
 
 
 _wires: KeptBuffers[torch.Tensor] = KeptBuffers()
 
 
-# What a bucket is sent in, and what to call when the bucket is averaged. A name, as Python evaluates the
-# annotation of a function within a hook in every call.
-Wire = tuple[torch.Tensor, Callable[[], None]]
-
-
-def take_wire(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> Wire:
+def take_wire(bucket: dist.GradBucket, dtype: torch.dtype) -> tuple[torch.Tensor, Callable[[], None]]:
     """Return a buffer of this dtype, as long as the bucket, and what to call when the bucket is averaged.
 
     On a CPU new memory costs a page fault per 4 KiB, so the call keeps the buffer for the bucket's next step.
@@ -315,8 +310,8 @@ def take_wire(bucket: dist.GradBucket, hook_name: str, dtype: torch.dtype) -> Wi
     if has_streams(buffer.device):
         return torch.empty(buffer.numel(), dtype=dtype, device=buffer.device), lambda: None
     parameters = bucket.parameters()  # torch makes a list of them in every call
-    key = (buffer.numel(), buffer.device)
-    wire = _wires.take(parameters, hook_name, key)
+    name, key = str(dtype), (buffer.numel(), buffer.device)
+    wire = _wires.take(parameters, name, key)
     if wire is None:
         wire = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
-    return wire, partial(_wires.keep, parameters[0], hook_name, key, wire)
+    return wire, partial(_wires.keep, parameters[0], name, key, wire)

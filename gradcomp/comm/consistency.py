@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .process_group import WAITING, ExplainedError, Explaining, kept_of, ranks_of, timeout_of
+from .process_group import WAITING, ExplainedError, Explaining, is_registered, kept_of, ranks_of, timeout_of
 
 
 def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: str) -> None:
@@ -41,10 +41,7 @@ def require_all_ranks(call: str, what: str, group: dist.ProcessGroup, advice: st
 def _common_store(group: dist.ProcessGroup) -> tuple[dist.Store, list[int]] | None:
     """Return the default group's store, and the group's global ranks; None without a store of processes."""
     store = None if dist.group.WORLD is None else dist.group.WORLD.get_group_store()
-    try:
-        return None if store is None else (store, dist.get_process_group_ranks(group))
-    except (KeyError, RuntimeError, ValueError):
-        return None
+    return (store, ranks_of(group)) if store is not None and is_registered(group) else None
 
 
 def _missing_ranks(name: str, waits_for: str, what: str, group: dist.ProcessGroup) -> list[int]:

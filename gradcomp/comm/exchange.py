@@ -2,26 +2,22 @@
 
     one exchange    every rank sends its whole payload to all others, and all ranks sum: one way
     two exchanges   each rank's shard to its owner, and the owners' sums to all: two ways
-    the back end's own
 
 An exchange is an all-to-all or an all-gather. Between W ranks, one exchange sends W − 1 payloads per rank,
-and two send 2 (W − 1) / W, as a ring does. gloo's rings take 2 (W − 1) round trips. What a payload holds, and
-how it is summed, is the caller's: codes go through all_to_all and all_gather, numbers through all_reduce.
+and two send 2 (W − 1) / W, as a ring does. What a payload holds, and how it is summed, is the caller's: codes
+go through all_to_all and all_gather, numbers through all_reduce.
 
-gloo sends a message when its receiver has said that it is ready. Its own all-to-all and all-gather post their
-sends first. So the rank that starts later, with its peer ready, hands its whole message to the connection
-before it says that it is ready itself. The two directions of a link take turns, and on a slow link the
-collective takes up to twice as long. On gloo's CPU tensors, therefore, each rank exchanges messages with all
-others at once, and posts every receive before any send.
+On gloo's CPU tensors each rank exchanges messages with all others at once, and posts every receive before any
+send. gloo's own collectives post sends first, so the two directions of a link take turns.
 
-Where the delay of the links is known, it posts receives long before: a message takes one way, not a round
-trip. A _Channel numbers the exchanges of about one size, and posts the receives of the next numbers. So each
-gets its message, whatever comes, and however a step ends. A message says of which exchange it is.
+gloo sends a message when its receiver has said that it is ready. Where the delay of the links is known, a
+_Channel numbers the exchanges of about one size, and posts the receives of the next numbers: a message takes
+one way, not a round trip. So each gets its message, whatever comes, and however a step ends. A message says
+of which exchange it is.
 
-Whether one exchange pays depends on the delay of the links, the time from a message to its answer, which all
-ranks must know alike. It is measured once per group, or given. Only whether it reaches MIN_DELAY_S counts, so
-runs on the same links decide alike: links of one site take well below a millisecond, links between sites ten
-and more.
+All ranks must know the delay of the links alike: the time from a message to its answer, measured once per
+group, or given. Only whether it reaches MIN_DELAY_S counts, so runs on the same links decide alike: links of
+one site take well below a millisecond, links between sites ten and more.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -44,8 +40,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from gradcomp import ops
 
 from ..rules import described
-from .process_group import Explaining, has_backend, kept_of
-from .torch_private import backend_of, unrecorded
+from .process_group import Explaining, has_backend
+from .torch_private import backend_of, cpu_backend_of, enable_record_function
 
 if TYPE_CHECKING:
     from .nodes import Nodes
@@ -79,7 +75,7 @@ MIN_DELAY_S = 0.005
 # The round trip in milliseconds, in place of measuring it. Ranks that are given unlike ones use the largest.
 GIVEN = "GRADCOMP_ROUND_TRIP_MS"
 _SAMPLES, _MAX_ROUNDS = 5, 3
-_ROUND_TRIP = "round_trip_s"
+_CPU = torch.device("cpu")
 
 
 def takes_one_exchange(num_bytes: int, world_size: int, *, has_delay: bool) -> bool:
@@ -93,9 +89,13 @@ def takes_one_exchange(num_bytes: int, world_size: int, *, has_delay: bool) -> b
     return world_size == 2 or (has_delay and (world_size - 2) * num_bytes <= ONE_EXCHANGE_BYTES)
 
 
-def is_posted_ahead(num_bytes: int, world_size: int) -> bool:
-    """Return whether receives of messages of this size are posted ahead in a group that knows its delay."""
-    return 1 < world_size and (world_size - 1) << (_HEADING_BYTES + num_bytes).bit_length() <= AHEAD_BYTES
+def channel_for(num_bytes: int, world_size: int) -> int | None:
+    """Return the exponent of the channel for messages of this size, in a group that knows its delay.
+
+    None if they are so large that no receives are posted ahead.
+    """
+    exponent = (_HEADING_BYTES + num_bytes).bit_length()
+    return exponent if 1 < world_size and (world_size - 1) << exponent <= AHEAD_BYTES else None
 
 
 def all_reduce(
@@ -107,22 +107,22 @@ def all_reduce(
     sums, and so is gloo's without a delay. They add numbers in fp32 (fp64) in the order of the ranks, and
     round to the wire's dtype only if there are two exchanges. Every rank gets the same bits.
     """
-    out = wire if out is None else out
-    if not (has_delay and group.size() > 1 and takes_messages(wire, group)):
+    out, rank, size = wire if out is None else out, group.rank(), group.size()
+    exchanges = _exchanges_of(wire, group) if has_delay and size > 1 else None
+    if exchanges is None:
         yield group.allreduce([wire], SUM)
         if out is not wire:
             ops.decompress_cast(wire, out=out)
-    elif takes_one_exchange(wire.nbytes, group.size(), has_delay=has_delay):
-        rows = _rows_beside(wire, group)
-        yield all_gather(rows, wire, group)
-        _sum(rows, out)
-    else:
-        shards = wire.tensor_split(group.size())
-        own = shards[group.rank()]
-        rows = _rows_beside(own, group)
-        yield _Exchange(0, rows, shards, group)
-        _sum(rows, own)
-        yield all_gather(shards, own, group)
+        return
+    is_one = takes_one_exchange(wire.nbytes, size, has_delay=has_delay)
+    shards = [wire] * size if is_one else wire.tensor_split(size)
+    own = shards[rank]
+    rows = list(own.new_empty(size - 1, own.numel()))  # of the others
+    rows.insert(rank, own)
+    yield _Exchange(1 if is_one else 0, rows, shards, exchanges, group)
+    _sum(rows, out if is_one else own)
+    if not is_one:
+        yield _Exchange(1, shards, [own] * size, exchanges, group)
         if out is not wire:
             out.copy_(wire)
 
@@ -132,9 +132,9 @@ def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGr
 
     Returns the collective under way.
     """
-    if takes_messages(sent, group):
+    if (exchanges := _exchanges_of(sent, group)) is not None:
         received[group.rank()].copy_(sent[group.rank()])
-        return _Exchange(0, received, sent, group)
+        return _Exchange(0, received, sent, exchanges, group)
     work: dist.Work = getattr(group, _OF_GROUP[0])(received.view(-1), sent.view(-1), [], [], _TO_ALL)
     return work
 
@@ -144,11 +144,11 @@ def all_gather(received: _Rows, sent: torch.Tensor, group: dist.ProcessGroup) ->
 
     Returns the collective under way.
     """
-    if takes_messages(sent, group):
+    if (exchanges := _exchanges_of(sent, group)) is not None:
         own = received[group.rank()]
         if own is not sent:
             own.copy_(sent)
-        return _Exchange(1, received, [sent] * group.size(), group)
+        return _Exchange(1, received, [sent] * group.size(), exchanges, group)
     assert isinstance(received, torch.Tensor)
     work: dist.Work = getattr(group, _OF_GROUP[1])(received.view(-1), sent, _GATHER)
     return work
@@ -168,18 +168,15 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
 
 
 def reduce_hierarchically(
-    flat: torch.Tensor,
-    nodes: Nodes,
-    between: Callable[[torch.Tensor], Generator[dist.Work | None, None, torch.Tensor]],
-    scale: float = 1.0,
+    flat: torch.Tensor, nodes: Nodes, between: Callable[[torch.Tensor], Works], scale: float = 1.0
 ) -> Works:
     """Sum a buffer within each node, reduce the sums between nodes, and write the result back on every rank.
 
     flat: [numel], floating-point.
-    between: called with [part], the node's sum of scale · this rank's part of the buffer. Reduces it between
-        the ranks of equal place, and returns the result. The last part is padded with zeros.
+    between: called with [part], the node's sum of scale · this rank's part of the buffer. Reduces it in place
+        between the ranks of equal place, with equal bits. The last part is padded with zeros.
 
-    Yields each collective in progress. Ranks whose between returns equal bits get equal bits.
+    Yields each collective in progress.
     """
     parts = flat.new_empty(nodes.ranks_per_node, -(-flat.numel() // nodes.ranks_per_node))
     whole, padding = parts.view(-1).tensor_split([flat.numel()])
@@ -187,14 +184,9 @@ def reduce_hierarchically(
     padding.zero_()
     part = torch.empty_like(parts[0])
     yield from reduce_scatter(part, parts, nodes.within)
-    reduced = yield from between(part)
-    yield all_gather(parts, reduced, nodes.within)
+    yield from between(part)
+    yield all_gather(parts, part, nodes.within)
     flat.copy_(whole)
-
-
-def takes_messages(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return whether the group's ranks exchange messages of such tensors: on gloo, on a CPU."""
-    return tensor.device.type == "cpu" and has_backend(group, "cpu:gloo")
 
 
 class _Exchange(dist.Work):
@@ -202,55 +194,52 @@ class _Exchange(dist.Work):
 
     kind: the index of its name in _KINDS.
     received, sent: a row for every rank.
+    exchanges: the group's.
 
     Holds no process group, and after wait() nothing of one: connections end with the group.
     """
 
-    def __init__(self, kind: int, received: _Rows, sent: _Rows, group: dist.ProcessGroup):
+    def __init__(
+        self, kind: int, received: _Rows, sent: _Rows, exchanges: _Exchanges, group: dist.ProcessGroup
+    ):
         super().__init__()
-        of_group, rank, size = _exchanges_of(group), group.rank(), group.size()
-        self._number, self._kind = of_group.num_exchanges + 1, kind
+        rank, size = group.rank(), group.size()
+        self._number, self._kind = exchanges.num_begun + 1, kind
         # Each rank begins with a different one.
         others = [(rank + distance) % size for distance in range(1, size)]
         rows, messages = [received[other] for other in others], [sent[other] for other in others]
-        channel = of_group.channel(received, sent, group)
-        if channel is not None:
+        exponent = None
+        if exchanges.round_trip_s is not None:
+            exponent = channel_for(max(row.nbytes for each in (received, sent) for row in each), size)
+        if exponent is not None:  # before anything is posted: it may fail
             messages = list(map(cache(self._pack), messages))
-        of_group.num_exchanges = self._number
-        if channel is not None:
-            tag, posted = channel.take(others, group)
+        exchanges.num_begun = self._number
+        if exponent is not None:
+            channel = exchanges.channels.setdefault(exponent, _Channel(exponent))
+            tag, memory, works = channel.take(others, group)
             tags = [tag] * len(others)
         else:
-            tags = list(map(self._tag, messages))
-            posted = _receives(rows, map(self._tag, rows), others, group)
-        self._receives = list(zip(rows, others, posted, strict=True))
+            memory, tags = rows, list(map(self._tag, messages))
+            works = [
+                dist.irecv(row, group=group, group_src=other, tag=self._tag(row))
+                for row, other in zip(rows, others, strict=True)
+            ]
+        self._receives = list(zip(rows, others, memory, strict=True))
         # Not yet waited for: gloo waits without end for what it has waited for.
-        self._works: list[Any] = [work for _, work in posted]
-        self._under_way = of_group.under_way
+        self._works = works
+        self._under_way = exchanges.under_way
         self._under_way[self._number] = weakref.ref(self), self._works
         for other, message, tag in zip(others, messages, tags, strict=True):
             self._works.append(dist.isend(message, group=group, group_dst=other, tag=tag))
 
-    def _heading(self, row: torch.Tensor) -> list[int]:
-        return [self._number, self._kind, row.nbytes]
-
     def _tag(self, row: torch.Tensor) -> int:
         """Tell a message without a channel by its heading: gloo takes one that is too short for whole."""
-        return _FIRST_TAG + zlib.crc32(repr(self._heading(row)).encode()) % _NUM_TAGS
+        heading = [self._number, self._kind, row.nbytes]
+        return _FIRST_TAG + zlib.crc32(repr(heading).encode()) % _NUM_TAGS
 
     def _pack(self, row: torch.Tensor) -> torch.Tensor:
-        heading = torch.tensor(self._heading(row), dtype=torch.int64, device="cpu")
+        heading = torch.tensor([self._number, self._kind, row.nbytes], dtype=torch.int64, device=_CPU)
         return torch.cat([each.view(-1).view(torch.uint8) for each in (heading, row)])
-
-    @torch.inference_mode()  # the row may have been made in it
-    def _unpack(self, message: torch.Tensor, row: torch.Tensor, source: int) -> None:
-        number, kind, num_bytes = heading = message[:_HEADING_BYTES].view(torch.int64).tolist()
-        if heading != self._heading(row):
-            raise RuntimeError(
-                f"rank {source} of the group has sent {num_bytes} bytes as its exchange {number}, an "
-                f"{_KINDS[kind]}, where this rank needs {row.nbytes} bytes"
-            )
-        row.view(-1).view(torch.uint8).copy_(message[_HEADING_BYTES : _HEADING_BYTES + num_bytes])
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for all. Raises RuntimeError if a rank has ended, is late, or is at another exchange."""
@@ -258,9 +247,17 @@ class _Exchange(dist.Work):
             while self._receives:
                 self._works[0].wait()
                 del self._works[0]
-                row, source, (message, _) = self._receives.pop(0)
-                if message is not row:
-                    self._unpack(message, row, source)
+                row, source, message = self._receives.pop(0)
+                if message is row:
+                    continue
+                number, kind, num_bytes = heading = message[:_HEADING_BYTES].view(torch.int64).tolist()
+                if heading != [self._number, self._kind, row.nbytes]:
+                    raise RuntimeError(
+                        f"rank {source} of the group has sent {num_bytes} bytes as its exchange {number}, an "
+                        f"{_KINDS[kind]}, where this rank needs {row.nbytes} bytes"
+                    )
+                with torch.inference_mode():  # the row may have been made in it
+                    row.view(-1).view(torch.uint8).copy_(message[_HEADING_BYTES:][:num_bytes])
             # Every rank has begun this exchange, and those before: what was given up of them comes, too.
             for number, (exchange, works) in [*self._under_way.items()]:
                 if number == self._number or (number < self._number and exchange() is None):
@@ -275,82 +272,76 @@ class _Exchange(dist.Work):
         return True
 
 
-def _receives(
-    rows: Sequence[torch.Tensor], tags: Iterable[int], others: Sequence[int], group: dist.ProcessGroup
-) -> list[tuple[torch.Tensor, Any]]:
-    """Post receives into rows from other ranks. Returns (row, work) for each."""
-    each = zip(rows, tags, others, strict=True)
-    return [(row, dist.irecv(row, group=group, group_src=other, tag=tag)) for row, tag, other in each]
+# A tag; memory and a receive for each other rank.
+_Posted = tuple[int, list[torch.Tensor], list[Any]]
 
 
 @dataclass
 class _Channel:
     """The exchanges whose largest message has less than 2**exponent bytes, with a heading. They are numbered.
 
-    ahead: (tag, (memory, work) from each other rank) of those to come. How many depends on the exchanges so
-        far alone: torch's debug level DETAIL compares the number of receives.
+    ahead: of those to come. How many depends on the exchanges so far alone: torch's debug level DETAIL
+        compares the number of receives.
     """
 
     exponent: int
     num_posted: int = 0
-    ahead: deque[tuple[int, list[tuple[torch.Tensor, Any]]]] = field(default_factory=deque)
+    ahead: deque[_Posted] = field(default_factory=deque)
 
-    def take(self, others: list[int], group: dist.ProcessGroup) -> tuple[int, list[tuple[torch.Tensor, Any]]]:
-        """Return the next exchange's tag and receives. Post others ahead: two for each that is taken."""
+    def take(self, others: list[int], group: dist.ProcessGroup) -> _Posted:
+        """Return what is posted for the next exchange. Post others ahead: two for each that is taken."""
         most = min(_MAX_AHEAD, AHEAD_BYTES // (len(others) << self.exponent))
-        for _ in range(min(3, 1 + most - len(self.ahead))):
-            tag = _FIRST_OF_CHANNELS + self.exponent * _NUM_OF_CHANNEL + self.num_posted % _NUM_OF_CHANNEL
-            with torch.inference_mode(False), unrecorded():  # it may be taken in another mode, or profile
-                memory = [torch.empty(2**self.exponent, dtype=torch.uint8, device="cpu") for _ in others]
-                self.ahead.append((tag, _receives(memory, [tag] * len(others), others, group)))
-            self.num_posted += 1
+        enable_record_function(False)  # torch's profiles crash if a work ends in another one
+        try:
+            for _ in range(min(3, 1 + most - len(self.ahead))):
+                tag = _FIRST_OF_CHANNELS + self.exponent * _NUM_OF_CHANNEL + self.num_posted % _NUM_OF_CHANNEL
+                with torch.inference_mode(False):  # it may be taken in another mode
+                    memory = [torch.empty(2**self.exponent, dtype=torch.uint8, device=_CPU) for _ in others]
+                    works = [
+                        dist.irecv(each, group=group, group_src=other, tag=tag)
+                        for each, other in zip(memory, others, strict=True)
+                    ]
+                self.ahead.append((tag, memory, works))
+                self.num_posted += 1
+        finally:
+            enable_record_function(True)
         return self.ahead.popleft()
 
 
 @dataclass
-class _GroupExchanges:
+class _Exchanges:
     """The exchanges on a process group's connections.
 
-    num_exchanges: the number begun. It numbers them, so a rank that has left one out doesn't take another
-        exchange's messages.
+    num_begun: numbers them, so a rank that has left one out doesn't take another exchange's messages.
     under_way: what they have posted, by number. An error may end a step before anybody waits for an
         exchange. gloo can't take a receive back, and stops reading a connection when a message comes after
         its receive has been freed. So its messages stay until a later exchange waits for them.
     channels: by exponent.
+    round_trip_s: see there; None before the ranks have agreed on it. There are no channels until then.
     """
 
-    num_exchanges: int = 0
+    num_begun: int = 0
     under_way: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     channels: dict[int, _Channel] = field(default_factory=dict)
-
-    def channel(self, received: _Rows, sent: _Rows, group: dist.ProcessGroup) -> _Channel | None:
-        """Return the channel of an exchange; None if it is large, and before the delay is known."""
-        if _ROUND_TRIP not in kept_of(group):
-            return None
-        num_bytes = max(row.nbytes for rows in (received, sent) for row in rows)
-        if not is_posted_ahead(num_bytes, group.size()):
-            return None
-        exponent = (_HEADING_BYTES + num_bytes).bit_length()
-        return self.channels.setdefault(exponent, _Channel(exponent))
+    round_trip_s: float | None = None
 
 
 # Of each group with its back end, and of back ends, which several objects for a group may have.
-_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Any, _GroupExchanges]] = weakref.WeakKeyDictionary()
-_of_backends: weakref.WeakValueDictionary[int, _GroupExchanges] = weakref.WeakValueDictionary()
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Any, _Exchanges]] = weakref.WeakKeyDictionary()
+_of_backends: weakref.WeakValueDictionary[int, _Exchanges] = weakref.WeakValueDictionary()
 
 
-def _exchanges_of(group: dist.ProcessGroup) -> _GroupExchanges:
-    backend, kept = backend_of(group, torch.device("cpu")), _kept.get(group)
-    if kept is None or kept[0] is not backend:
-        kept = _kept[group] = backend, _of_backends.setdefault(id(backend), _GroupExchanges())
+def _exchanges_of(tensor: torch.Tensor, group: dist.ProcessGroup) -> _Exchanges | None:
+    """Return a group's exchanges; None if its ranks exchange no messages of such tensors, as on NCCL."""
+    if tensor.device.type != "cpu":
+        return None
+    kept = _kept.get(group)
+    if kept is None or kept[0] is not cpu_backend_of(group):
+        if not has_backend(group, "cpu:gloo"):
+            return None
+        backend = backend_of(group, _CPU)
+        kept = _kept[group] = backend, _of_backends.setdefault(id(backend), _Exchanges())
     return kept[1]
-
-
-def _rows_beside(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Return a row for each rank: this rank's own tensor, and new memory like it for all others."""
-    rows = list(own.new_empty(group.size() - 1, own.numel()))
-    rows.insert(group.rank(), own)
-    return rows
 
 
 def _sum(rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -387,15 +378,14 @@ def round_trip_s(
 
     Raises ValueError on every rank if a rank's environment gives anything but a finite number of at least 0.
     """
-    if not takes_messages(tensor, group):
+    if (exchanges := _exchanges_of(tensor, group)) is None:
         return 0.0
-    timed = between or group
-    if _ROUND_TRIP not in kept_of(group):
-        kept_of(timed).pop(_ROUND_TRIP, None)  # a message whose receive is posted ahead takes no time
-        kept_of(group)[_ROUND_TRIP] = _agreed_s(group, timed) if group.size() > 1 else 0.0
-    found: float = kept_of(group)[_ROUND_TRIP]
-    kept_of(timed)[_ROUND_TRIP] = found
-    return found
+    timed = (_exchanges_of(tensor, between) if between else None) or exchanges
+    if exchanges.round_trip_s is None:
+        timed.round_trip_s = None  # a message whose receive is posted ahead takes no time
+        exchanges.round_trip_s = _agreed_s(group, between or group) if group.size() > 1 else 0.0
+    timed.round_trip_s = exchanges.round_trip_s
+    return exchanges.round_trip_s
 
 
 def has_delay(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:

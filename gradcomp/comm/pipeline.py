@@ -44,23 +44,14 @@ T = TypeVar("T")
 
 def run_through(stages: Generator[dist.Work | None, None, T]) -> T:
     """Run all stages, waiting for each collective, and return the result."""
-    work: dist.Work | None = None
     while True:
         try:
-            work = _next(stages, work)
+            work = next(stages)
         except StopIteration as end:
             result: T = end.value
             return result
-
-
-def _next(stages: Generator[dist.Work | None, None, T], work: dist.Work | None) -> dist.Work | None:
-    """Wait for a collective and run the next stage. The stages get the collective's error."""
-    try:
         if work is not None:
             work.wait()
-    except RuntimeError as error:
-        return stages.throw(error)
-    return next(stages)
 
 
 class PipelinedFuture(torch.futures.Future[torch.Tensor]):
@@ -123,16 +114,6 @@ class _Running:
     backward: int
     work: dist.Work | None = None
 
-    def give_up(self, error: Exception) -> None:
-        """Wait for the collective under way, which may still write to buffers. The future holds the error."""
-        if self.work is not None:
-            on_side_stream(self.device, partial(drop, [self.work]))
-        self.stages.close()
-        if has_streams(self.device):
-            torch.cuda.current_stream(self.device).wait_stream(side_stream(self.device))
-        if not self.future.done():
-            self.future.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
-
 
 class Pipeline:
     """The buckets of a step whose stages are under way, the newest first."""
@@ -172,10 +153,8 @@ class Pipeline:
         future, earlier, self._running = PipelinedFuture(self, device), self._running, []
         new = _Running(stages, operation, future, device, backward)
         self._unfinished.add(new)
-        go_on, stay = [new], earlier
-        if earlier:
-            go_on += [each for each in earlier if has_streams(each.device)]
-            stay = [each for each in earlier if not has_streams(each.device)]
+        go_on = [new, *(each for each in earlier if has_streams(each.device))]
+        stay = [each for each in earlier if not has_streams(each.device)]
         self._running = self._advance(go_on, -1 if ends and is_on_streams else 1) + stay
         if ends:
             self.finish()
@@ -232,7 +211,9 @@ class Pipeline:
             for bucket in buckets:
                 work, bucket.work = bucket.work, None
                 try:
-                    bucket.work = _next(bucket.stages, work)
+                    if work is not None:
+                        work.wait()
+                    bucket.work = next(bucket.stages)
                     left.append(bucket)
                 except StopIteration as end:
                     self._unfinished.discard(bucket)
@@ -247,9 +228,16 @@ class Pipeline:
         return buckets
 
     def _give_up(self, buckets: Iterable[_Running], error: Exception) -> None:
+        """Wait for what is under way, which may still write to buffers. The futures hold the error."""
         for each in buckets:
             self._unfinished.discard(each)
-            each.give_up(error)
+            if each.work is not None:
+                on_side_stream(each.device, partial(drop, [each.work]))
+            each.stages.close()
+            if has_streams(each.device):
+                torch.cuda.current_stream(each.device).wait_stream(side_stream(each.device))
+            if not each.future.done():
+                each.future.set_exception(error)  # type: ignore[arg-type]  # torch names the result's type
 
 
 _of_backwards: WeakSet[Pipeline] = WeakSet()

@@ -48,7 +48,7 @@ def require_group(whose: str, process_group: Any, argument: str = "process_group
         return
     if isinstance(process_group, dist.ProcessGroup):
         # torch names the groups that it makes; destroy_process_group leaves the name.
-        if not (_is_unnamed(process_group) or _is_registered(process_group)):
+        if not (_is_unnamed(process_group) or is_registered(process_group)):
             raise ValueError(
                 f"torch.distributed doesn't know the {type(process_group).__name__} that {whose} got as its "
                 f"{argument}: pass a group that init_process_group, new_group or init_device_mesh has made. "
@@ -90,12 +90,12 @@ def joined_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup |
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
     """Return the group's global ranks; the ranks in itself if torch.distributed hasn't made it."""
-    return dist.get_process_group_ranks(group) if _is_registered(group) else [*range(group.size())]
+    return dist.get_process_group_ranks(group) if is_registered(group) else [*range(group.size())]
 
 
 def global_ranks_of(whose: str, group: dist.ProcessGroup) -> list[int]:
     """Return the group's global ranks. Raises ValueError for a group that torch.distributed hasn't made."""
-    if not _is_registered(group):
+    if not is_registered(group):
         raise ValueError(
             f"{whose} needs the global ranks of a process group that torch.distributed hasn't made: pass a "
             "group that init_process_group, new_group or init_device_mesh has made"
@@ -105,7 +105,7 @@ def global_ranks_of(whose: str, group: dist.ProcessGroup) -> list[int]:
 
 def backends_of(group: dist.ProcessGroup) -> list[str]:
     """Return the group's back ends by the type of device, such as ["cpu:gloo", "cuda:nccl"]."""
-    if _is_registered(group):
+    if is_registered(group):
         return dist.get_backend_config(group).split(",")
     return [f"{kind}:{backend.name()}" for kind, backend in torch_private.backends_of(group).items()]
 
@@ -124,7 +124,7 @@ def _is_unnamed(group: dist.ProcessGroup) -> bool:
     return is_plain and not group.group_name
 
 
-def _is_registered(group: dist.ProcessGroup) -> bool:
+def is_registered(group: dist.ProcessGroup) -> bool:
     """Return whether torch.distributed has made the group, and not ended it."""
     try:
         dist.get_backend(group)

@@ -66,17 +66,16 @@ def wait_for_current_stream(device: torch.device) -> None:
 
 
 _of_thread = threading.local()  # has an event by side stream: another thread's record would be waited for
-_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
 def _current_stream(index: int) -> torch.cuda.Stream:
     """Return the current stream of the device with this index."""
-    ids = ids_of_current_stream(index)
-    if (stream := _streams.get(ids)) is None:
-        stream_id, _, kind = ids
-        stream = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)
-        _streams[ids] = stream
-    return stream
+    return _stream(*ids_of_current_stream(index))
+
+
+@cache
+def _stream(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 def on_side_stream(device: torch.device, function: Callable[[], T]) -> T:

@@ -65,13 +65,6 @@ class ShardGather:
         is_shorter = dtype.is_floating_point and 8 * dtype.itemsize > self._bits
         return is_shorter and bool(self.layout.quantized)
 
-    def start(self, shard: Tensor, out: Tensor, group: dist.ProcessGroup, name: str) -> dist.Work:
-        """Start to gather this rank's shard, [n]. wait() writes all shards to out, [world size · n].
-
-        name: the tensors' name in messages.
-        """
-        return _GatherWork(self, shard, out, group, name)
-
     def operations(self, dtype: torch.dtype, device: torch.device) -> tuple[ops.Operation, ops.Operation]:
         """Return (encode, which quantizes a shard into a row; decode of all rows)."""
         if dtype not in self._operations:
@@ -87,10 +80,12 @@ class ShardGather:
         return self.layout.sections(self._bits, dtype.itemsize)[1]
 
 
-class _GatherWork(dist.Work):
-    """An all-gather of shards under way. wait() decodes the rows on the current stream.
+class GatherWork(dist.Work):
+    """An all-gather of this rank's shard, [n], under way. wait() writes all shards to out, [world size · n].
 
-    For the arguments see ShardGather.start. Has a payload of its own until wait().
+    name: the tensors' name in messages.
+
+    wait() decodes the rows on the current stream. Has a payload of its own until then.
     """
 
     def __init__(self, gather: ShardGather, shard: Tensor, out: Tensor, group: dist.ProcessGroup, name: str):

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,6 @@ from gradcomp import ops
 
 from ..comm.exchange import Works, all_reduce, reduce_hierarchically
 from ..comm.nodes import nodes_of
-from ..comm.pipeline import Stages
 from ..rules import SIXTEEN_BITS, check_fields, checked_field
 from .compressor import BucketSpec, Collective, Compressor, State
 
@@ -66,11 +66,7 @@ class AllReducedCompressor(Compressor):
             yield from self._sum(flat, group, self._scale)
             return
         nodes = nodes_of(group, self._ranks_per_node)
-
-        def between(part: Tensor) -> Stages:
-            yield from self._sum(part, nodes.between, 1.0)
-            return part
-
+        between = partial(self._sum, group=nodes.between, scale=1.0)
         yield from reduce_hierarchically(flat, nodes, between, self._scale)
 
     def _sum(self, flat: Tensor, group: dist.ProcessGroup, scale: float) -> Works:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from gradcomp import ops
 from gradcomp.device import has_streams
-from gradcomp.layout import BlockLayout, FlatLayout, PowerSGDLayout
+from gradcomp.layout import BlockLayout, PowerSGDLayout
 from gradcomp.layout.blocks import SCALE_BYTES
 
 from ..comm.exchange import Works, all_reduce, reduce_hierarchically
 from ..comm.nodes import nodes_of
-from ..comm.pipeline import Stages
 from ..rules import (
     EPSILON,
     FACTOR_DTYPE,
@@ -31,7 +30,6 @@ from ..rules import (
 )
 from .checkpoint import require_names
 from .compressor import BucketSpec, Collective, Compressor, State
-from .quantized import QuantizedCompressor, QuantizedOptions
 from .quantized_all_reduce import LayoutFor, all_reduce_for, collectives_of_all_reduce, compile_operations
 
 # Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
@@ -119,15 +117,6 @@ class PowerSGDOptions:
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
         return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate, draws)
 
-    def tensors_of_matrices(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
-        """Return each matrix's position among the bucket's tensors; an empty list for a square view."""
-        if self.square:
-            return []
-        flat = FlatLayout(shapes)
-        sizes = enumerate(zip(flat.offsets, flat.numels, strict=True))
-        tensors = {offset: position for position, (offset, numel) in sizes if numel}
-        return [tensors[matrix.offset] for matrix in self.layout(shapes, dtype).matrices]
-
 
 class PowerSGDCompressor(Compressor):
     """PowerSGD for one bucket (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2).
@@ -143,7 +132,6 @@ class PowerSGDCompressor(Compressor):
 
     def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
         self._num_tensors = len(bucket.shapes)
-        self._tensors = options.tensors_of_matrices(bucket.shapes, bucket.dtype)
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
         self._ranks_per_node, self._has_delay = bucket.ranks_per_node, bucket.has_delay
         self.plan = ops.powersgd_plan(
@@ -153,6 +141,7 @@ class PowerSGDCompressor(Compressor):
             **options.plan_options(bucket.dtype, bucket.world_size),
             seed=bucket.seed,
         )
+        self._tensors = [matrix.tensor for matrix in self.plan.layout.matrices]
         if options.use_error_feedback and not options.square:
             self.sent_exactly = set(range(self._num_tensors)) - set(self._tensors)
         self._of_wires = []
@@ -291,11 +280,7 @@ class PowerSGDCompressor(Compressor):
             # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
             return all_reduce(wire, group, has_delay=self._has_delay or (group.size() == 2 and is_small))
         nodes = nodes_of(group, self._ranks_per_node)
-
-        def between(part: Tensor) -> Stages:
-            yield from all_reduce(part, nodes.between, has_delay=self._has_delay)
-            return part
-
+        between = partial(all_reduce, group=nodes.between, has_delay=self._has_delay)
         return reduce_hierarchically(wire, nodes, between)
 
     def state(self) -> State:
@@ -337,19 +322,3 @@ class PowerSGDCompressor(Compressor):
 def _is_uncompressed(options: PowerSGDOptions, shape: tuple[int, ...]) -> bool:
     """Return whether tensors of this shape are averaged exactly in every dtype: fp64 compresses most."""
     return not options.layout([shape], torch.float64).matrices
-
-
-class QuantizedStart(QuantizedCompressor):
-    """The compressor of PowerSGD's first steps if these are quantized (start_bits)."""
-
-    def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
-        super().__init__(bucket, _start_options(options))
-
-    @classmethod
-    def warm_up(cls, bucket: BucketSpec, options: PowerSGDOptions) -> None:  # type: ignore[override]
-        super().warm_up(bucket, _start_options(options))
-
-
-def _start_options(options: PowerSGDOptions) -> QuantizedOptions:
-    assert options.start_bits is not None
-    return QuantizedOptions(options.start_bits, error_feedback=options.use_error_feedback)

@@ -103,7 +103,6 @@ class QuantizedCompressor(Compressor):
             quantized = {part.position for part in self._sum.layout.quantized}
             self.sent_exactly = set(range(len(bucket.shapes))) - quantized
         self._numel = sum(bucket.numels)
-        self._kept = list(self._sum.kept(bucket.place))
         self._rest: Tensor | None = None  # loaded errors that this place doesn't keep, for the next step
         # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
         self._sent: Tensor | None = None
@@ -143,7 +142,7 @@ class QuantizedCompressor(Compressor):
         if (error := self._sum.error) is None:
             return None
         flat = error.new_zeros(self._numel) if self._rest is None else self._rest.clone()
-        for in_bucket, kept in self._kept:
+        for in_bucket, kept in self._sum.kept:
             flat[in_bucket] = error[kept] / self._sum.unit
         return flat
 
@@ -157,6 +156,6 @@ class QuantizedCompressor(Compressor):
             return
         self._rest = rest = state["error"].to(error, copy=True)
         error.zero_()
-        for in_bucket, kept in self._kept:
+        for in_bucket, kept in self._sum.kept:
             error[kept] = rest[in_bucket] * self._sum.unit
             rest[in_bucket] = 0.0

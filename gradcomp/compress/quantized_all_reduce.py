@@ -123,14 +123,18 @@ class Codes:
         kept, rank = self._own if self.error is None else self.error, rank if self._has_own else -1
         self._add(received=self.received if received is None else received, out=out, kept=kept, rank=rank)
 
-    def exchange(self, group: ProcessGroup) -> Works:
-        """Exchange an all-reduce's codes. Yields each collective in progress."""
-        if self.mean is None:
+    def exchange(
+        self, flat: Tensor, group: ProcessGroup, stays: Iterable[tuple[slice, Tensor]] = ()
+    ) -> Works:
+        """Quantize a buffer plus errors, see encode, and exchange the codes. Yields each collective."""
+        self.encode(flat, group.rank(), stays)
+        if not self._has_own:
             yield all_gather(self.received, self.payload[0], group)
             return
         yield all_to_all(self.received, self.payload, group)
-        self.add(self.mean, group.rank())
-        yield all_gather(self.payload, self.mean, group)
+        if self.mean is not None:
+            self.add(self.mean, group.rank())
+            yield all_gather(self.payload, self.mean, group)
 
 
 def zeros_of(layout: BlockLayout, dtype: torch.dtype, device: torch.device, num_shards: int) -> Tensor:
@@ -150,6 +154,7 @@ class FlatAllReduce:
     layout, num_bytes: see Form.
     codes: what this rank quantizes.
     error: the errors that this rank keeps, times unit; None without error feedback.
+    kept: (elements of the bucket, their errors in `error`) pairs.
     """
 
     unit = 1.0  # the errors are multiplied by it
@@ -172,11 +177,7 @@ class FlatAllReduce:
         self.codes = Codes(*arguments, self.error, num_senders=form.num_senders, **options)
         self._decode = None if form.num_senders else ops.decoder(*arguments, **options)
         self.operations = [*self.codes.operations, self._decode]
-
-    def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (elements of the bucket, their errors in `error`) that the rank of this place keeps."""
-        for run in self.layout.runs:
-            yield run.in_bucket, run.stored
+        self.kept = [(run.in_bucket, run.stored) for run in form.layout.runs]
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
@@ -191,21 +192,15 @@ class FlatAllReduce:
         """
         if not self.num_bytes:
             return
-        codes, parts = self.codes, _parts(self.layout, unused)
+        parts = self.layout.parts_of(unused) if unused else []
         for part in parts:
             flat[part.in_bucket] = 0.0
         stays = [(part.stored, flat.new_ones((), dtype=torch.bool)) for part in parts]
-        codes.encode(flat, group.rank(), stays)
-        yield from codes.exchange(group)
+        yield from self.codes.exchange(flat, group, stays)
         if self._decode is None:
-            codes.add(out, group.rank())
+            self.codes.add(out, group.rank())
         else:
-            self._decode(payload=codes.payload, buffer=out)
-
-
-def _parts(layout: BlockLayout, positions: Collection[int]) -> list[Part]:
-    """Return the quantized parts of the tensors at these positions of the bucket."""
-    return [part for part in layout.quantized if part.position in positions] if positions else []
+            self._decode(payload=self.codes.payload, buffer=out)
 
 
 class HierarchicalAllReduce:
@@ -253,20 +248,13 @@ class HierarchicalAllReduce:
         if form.num_senders:
             self._means = self._pieces.to(dtype)  # a copy only in another dtype
             self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], device)
+        self._place = spec.place
+        self.kept = self._in_piece(form.layout.runs)
 
-    def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (elements of the bucket, their errors in `error`) of this place's piece."""
-        return self._in_piece(self.layout.runs, place)
-
-    def _in_piece(self, parts: Iterable[Part], place: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (elements of the bucket, the same elements of the place's piece) of the parts in it."""
-        numel = self.layout.world_size // self._ranks_per_node * self.layout.shard_numel
-        first = place * numel
-        for part in parts:
-            start, stop = max(part.stored.start, first), min(part.stored.stop, first + numel)
-            if start < stop:
-                shift = part.in_bucket.start - part.stored.start
-                yield slice(start + shift, stop + shift), slice(start - first, stop - first)
+    def _in_piece(self, parts: Iterable[Part]) -> list[tuple[slice, slice]]:
+        """Return (elements of the bucket, the same elements of this place's piece) of quantized parts."""
+        numel = self.codes.layout.world_size * self.layout.shard_numel
+        return [(source, target) for piece, source, target in _cut(parts, numel) if piece == self._place]
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
@@ -275,7 +263,7 @@ class HierarchicalAllReduce:
         if not self.num_bytes:
             return
         nodes, codes = nodes_of(group, self._ranks_per_node), self.codes
-        parts = _parts(self.layout, unused)
+        parts = self.layout.parts_of(unused) if unused else []
         for part in parts:
             flat[part.in_bucket] = 0.0
         self._copy(flat, self._pieces.view(-1), self.unit)
@@ -285,10 +273,9 @@ class HierarchicalAllReduce:
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
         stays = [
             (own, _is_in_zero_block(self._piece[own], self.layout.block_size))
-            for _, own in self._in_piece(parts, nodes.within.rank())
+            for _, own in self._in_piece(parts)
         ]
-        codes.encode(self._piece, nodes.between.rank(), stays)
-        yield from codes.exchange(nodes.between)
+        yield from codes.exchange(self._piece, nodes.between, stays)
         yield all_gather(self._codes.flatten(1), self._gathered.view(-1), nodes.within)
         if self._decode:
             self._decode(payload=self._codes.flatten(0, 1), buffer=out)
@@ -299,22 +286,25 @@ class HierarchicalAllReduce:
 
     def _copies(self) -> Iterator[tuple[slice, slice]]:
         """Yield (a slice of the bucket, its slice of the pieces): all tensors, cut between the pieces."""
-        num_pieces, piece_numel = self._pieces.shape
-        block_numel = self.layout.world_size * self.layout.shard_numel // num_pieces
-        exact_numel = piece_numel - block_numel
-        for parts, numel, offset in (
-            (self.layout.runs, block_numel, 0),
-            (self.layout.exact, exact_numel, block_numel),
+        piece_numel, quantized = self._pieces.shape[1], self.codes.layout.world_size * self.layout.shard_numel
+        for parts, numel, first in (
+            (self.layout.runs, quantized, 0),
+            (self.layout.exact, piece_numel - quantized, quantized),
         ):
-            for part in parts:
-                start = part.stored.start
-                while start < part.stored.stop:
-                    piece, within = divmod(start, numel)
-                    length = min(part.stored.stop - start, numel - within)
-                    source = part.in_bucket.start + start - part.stored.start
-                    target = piece * piece_numel + offset + within
-                    yield slice(source, source + length), slice(target, target + length)
-                    start += length
+            for piece, source, target in _cut(parts, numel):
+                start = piece * piece_numel + first
+                yield source, slice(start + target.start, start + target.stop)
+
+
+def _cut(parts: Iterable[Part], numel: int) -> Iterator[tuple[int, slice, slice]]:
+    """Cut parts every numel stored elements. Yields (piece, elements of the bucket, and of the piece)."""
+    for part in parts:
+        start, shift = part.stored.start, part.in_bucket.start - part.stored.start
+        while start < part.stored.stop:
+            piece, within = divmod(start, numel)
+            length = min(part.stored.stop - start, numel - within)
+            yield piece, slice(start + shift, start + shift + length), slice(within, within + length)
+            start += length
 
 
 def all_reduce_for(

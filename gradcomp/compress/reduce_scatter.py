@@ -28,7 +28,7 @@ from gradcomp import ops
 from gradcomp.layout.blocks import BlockLayout
 from gradcomp.layout.flat import ShardLayout
 
-from ..comm.exchange import Works, all_to_all, reduce_scatter
+from ..comm.exchange import Works, reduce_scatter
 from ..comm.nodes import nodes_of
 from .compressor import BucketSpec
 from .quantized_all_reduce import Codes, add_to_pieces, unit_within, zeros_of
@@ -48,6 +48,7 @@ class ReduceScatter:
     num_bytes: the bytes of a reduce-scatter that sends as much per rank; with nodes, per node.
     unit: the errors are multiplied by it; see HierarchicalAllReduce.
     error: the errors of the blocks that this rank quantizes, times unit; None without error feedback.
+    kept: (elements among all tensors' elements, their errors in `error`) pairs.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class ReduceScatter:
         self._make_codes = partial(Codes, *arguments, self.error, of_row=of_row, **options)
         _, num_bytes = self.layout.sections(bits, (uncompressed_dtype or self._dtype).itemsize)
         self.num_bytes = spec.world_size * num_bytes
+        self.kept = list(self._kept(spec.place))
 
     @property
     def operations(self) -> list[ops.Operation]:
         """The operations of a step."""
         return self._make_codes().operations
 
-    def kept(self, place: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (elements among all tensors' elements, their errors in `error`) of this place's rows."""
+    def _kept(self, place: int) -> Iterator[tuple[slice, slice]]:
         num_tensors = len(self._shards.shard_shapes)
         for part in self.layout.quantized:
             node, position = divmod(part.position, num_tensors)
@@ -122,8 +123,7 @@ class ReduceScatter:
         """Write the sum over the ranks of this rank's row, divided by unit, to out."""
         self.codes = codes = _shared.free.pop(self._key, None) or self._make_codes()
         codes.error = self.error
-        codes.encode(flat, group.rank())
-        yield all_to_all(codes.received, codes.payload, group)
+        yield from codes.exchange(flat, group)
         codes.add(out, group.rank())
         _shared.free[self._key] = codes
 

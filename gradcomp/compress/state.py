@@ -152,9 +152,11 @@ class CompressorState(SavedState):
         group, device: the bucket's.
         """
         compressing = Phase(self.algorithm, self._compressor, options)
-        if self._steps.num < self.settings.start_iter:
-            return Phase(self.algorithm, None, options, warms_up=(compressing,))
-        return compressing
+        return self._starting(compressing) if self._steps.num < self.settings.start_iter else compressing
+
+    def _starting(self, compressing: Phase) -> Phase:
+        """Return how the steps before compression average."""
+        return compressing._replace(compressor=None, warms_up=(compressing,))
 
     def end_step(self) -> None:
         """End and count the step. Call this after the last bucket yourself if no bucket reports is_last()."""

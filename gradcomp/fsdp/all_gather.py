@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from gradcomp.comm.nodes import AUTO, nodes_in, require_ranks_per_node
 from gradcomp.comm.torch_private import require_names
-from gradcomp.compress.all_gather import ShardGather
+from gradcomp.compress.all_gather import GatherWork, ShardGather
 from gradcomp.rules import BLOCK_SIZE, WEIGHT_BITS, described
 
 from .checks import checked_groups, require_agreement, require_default
@@ -61,7 +61,7 @@ class CompressedAllGather(Collective):
             exact: dist.Work | None = self._gather_exactly(output_tensor, input_tensor, group, async_op)
             return exact
         name = f"the weights of {group_of_params.name}"
-        work = self.gather.start(input_tensor, output_tensor, group, name)
+        work = GatherWork(self.gather, input_tensor, output_tensor, group, name)
         if async_op:
             return work
         work.wait()

@@ -16,20 +16,21 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.comm.all_reduce import all_reduce_compressed, average_in_place, run_hook_compressed
+from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.bucket import (
     Hook,
     Hooked,
-    Wire,
     checked_bucket,
     checked_future,
     require_bucket,
     require_dense_floats,
     take_wire,
 )
-from gradcomp.comm.pipeline import Pipeline
+from gradcomp.comm.pipeline import Pipeline, Stages, average_in_stages
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
+from gradcomp.comm.streams import Future
 from gradcomp.comm.torch_private import all_reduce_traced
+from gradcomp.device import has_streams
 
 __all__ = [
     "allreduce_hook",
@@ -130,13 +131,9 @@ def _compress_hook(
     """Average the bucket in a 16-bit dtype with the hook of this name."""
     if isinstance(bucket, tuple) and is_traced_gradient(bucket):
         return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)
-    buffer, group = checked_bucket(name, bucket, process_group)
-
-    def compress() -> Wire:
-        wire, keep = take_wire(bucket, name, dtype)
-        return ops.compress_cast(buffer, out=wire, scale=1 / group.size(), overwrite=True), keep
-
-    return all_reduce_compressed(bucket, group, Explaining.averaging(bucket.index(), name, group), compress)
+    _, group = checked_bucket(name, bucket, process_group)
+    operation = Explaining.averaging(bucket.index(), name, group)
+    return average_in_place(bucket, group, operation, wire_dtype=dtype)
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -180,17 +177,20 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
     """Return the wrapper of this name: a hook that runs the given one on buckets in a 16-bit dtype."""
     if not callable(hook):
         raise TypeError(f"{name} wraps a communication hook, got {hook!r}")
+    # Of its own: a stage that waits for a bucket of its own pipeline would wait without end.
     pipeline = Pipeline()
 
     def compress_wrapper_hook(hook_state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         require_bucket(name, bucket)
         buffer = bucket.buffer()
         require_dense_floats(name, buffer)
+        group = joined_group(Hooked(hook, hook_state).group)
+        operation = Explaining.averaging(bucket.index(), full_name, group)
         keep: Callable[[], None]
 
-        def start() -> torch.futures.Future[torch.Tensor]:
+        def start() -> Future:
             nonlocal keep
-            wire, keep = take_wire(bucket, name, dtype)
+            wire, keep = take_wire(bucket, dtype)
             bucket.set_buffer(ops.compress_cast(buffer, out=wire))
             try:
                 return checked_future(hook(hook_state, bucket), hook)
@@ -198,15 +198,24 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
                 bucket.set_buffer(buffer)
                 raise
 
-        def finish(result: torch.Tensor) -> torch.Tensor:
+        def finish(future: Future) -> torch.Tensor:
+            with operation:
+                result = future.value()
             bucket.set_buffer(buffer)
             ops.decompress_cast(result, out=buffer)
             keep()
             return buffer
 
-        group = joined_group(Hooked(hook, hook_state).group)
-        operation = Explaining.averaging(bucket.index(), full_name, group)
-        return run_hook_compressed(bucket, operation, start, finish, pipeline)
+        def stages() -> Stages:
+            future = start()
+            yield future  # type: ignore[misc]  # it is waited for as a collective is
+            # gloo's futures know no streams: their work is on the default stream.
+            torch.cuda.current_stream(buffer.device).wait_stream(torch.cuda.default_stream(buffer.device))
+            return finish(future)
+
+        if not has_streams(buffer.device):
+            return start().then(finish)
+        return average_in_stages(bucket, stages(), operation, pipeline)
 
     full_name = f"{name}({getattr(hook, '__qualname__', hook)})"
     compress_wrapper_hook.__qualname__ = full_name

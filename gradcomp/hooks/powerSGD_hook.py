@@ -17,7 +17,8 @@ from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
 from gradcomp.compress import consolidation
 from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
-from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions, QuantizedStart
+from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
+from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.rules import WHOLE, described
 
@@ -157,11 +158,13 @@ class PowerSGDState(CompressorState):
         compared = super().compared_options()
         return {"start_powerSGD_iter": compared.pop("start_iter"), **compared}
 
-    def phase(self, options: PowerSGDOptions, group: dist.ProcessGroup, device: torch.device) -> Phase:
-        phase = super().phase(options, group, device)
-        if phase.compressor is not None or options.start_bits is None:
+    def _starting(self, compressing: Phase) -> Phase:
+        phase, given = super()._starting(compressing), compressing.options
+        if given.start_bits is None:
             return phase
-        return phase._replace(name=f"the quantized start of {self.algorithm}", compressor=QuantizedStart)
+        options = QuantizedOptions(given.start_bits, error_feedback=given.use_error_feedback)
+        name = f"the quantized start of {self.algorithm}"
+        return phase._replace(name=name, compressor=QuantizedCompressor, options=options)
 
     def _why_nothing_is_saved(self) -> str:
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .flat import FlatLayout
@@ -91,6 +91,10 @@ class BlockLayout:
         """Return the layout of this many shards, as one tensor of blocks and one of exact elements."""
         shapes = (num_shards * self.num_blocks, self.block_size), (num_shards * self.exact_numel,)
         return BlockLayout(shapes, self.block_size, num_shards)
+
+    def parts_of(self, positions: Collection[int]) -> list[Part]:
+        """Return the quantized parts of the tensors at these positions of the bucket."""
+        return [part for part in self.quantized if part.position in positions]
 
     def runs_between(self, start: int, stop: int) -> Iterator[Part]:
         """Yield the runs with elements between start and stop in the padded blocks."""

@@ -90,6 +90,7 @@ class Matrix:
         less than rows · cols, because the padding is not in the bucket.
     rank: the rank of its factors P [rows, rank] and Q [cols, rank].
     draw: seed + draw is the seed of its random directions.
+    tensor: the tensor's position among the bucket's tensors; −1 for a square view.
     """
 
     offset: int
@@ -98,6 +99,7 @@ class Matrix:
     numel: int
     rank: int = 1
     draw: int = 0
+    tensor: int = -1
 
 
 def is_compressed(shape: Sequence[int], rank: int, min_compression_rate: float) -> bool:
@@ -142,10 +144,11 @@ class PowerSGDLayout:
         matrices, uncompressed = [], []
         flat = FlatLayout(shapes)
         draws = range(len(flat.shapes)) if draws is None else draws
-        for shape, offset, numel, draw in zip(flat.shapes, flat.offsets, flat.numels, draws, strict=True):
+        described = zip(flat.shapes, flat.offsets, flat.numels, draws, strict=True)
+        for index, (shape, offset, numel, draw) in enumerate(described):
             if is_compressed(shape, rank, min_compression_rate):
                 rows, cols = shape[0], numel // shape[0]
-                matrices.append(Matrix(offset, rows, cols, numel, min(rows, cols, rank), draw))
+                matrices.append(Matrix(offset, rows, cols, numel, min(rows, cols, rank), draw, index))
             else:
                 uncompressed.append((offset, numel))
         self._set(flat.numel, matrices, uncompressed)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from gradcomp.comm.exchange import MIN_DELAY_S, is_posted_ahead
+from gradcomp.comm.exchange import MIN_DELAY_S, channel_for
 from gradcomp.compress.compressor import BucketSpec, Collective
 from gradcomp.hooks.named_hooks import NamedHook
 
@@ -89,7 +89,7 @@ class Network:
         size = self.num_nodes if collective.group == "between" else self.world_size
         if self.by_messages:
             row_bytes = -(-collective.num_bytes // self.world_size)
-            of_exchange = 0.5 if is_posted_ahead(row_bytes, size) else 1.0
+            of_exchange = 0.5 if channel_for(row_bytes, size) is not None else 1.0
             return 2 * (size - 1) if collective.kind == "all-reduce" else of_exchange
         if collective.kind == "all-reduce":
             return math.ceil(math.log2(self.num_nodes))

@@ -16,50 +16,19 @@ import torch.distributed as dist
 
 import gradcomp
 from gradcomp.comm import exchange, process_group
-from gradcomp.comm.exchange import GIVEN, _exchanges_of, all_gather, all_reduce, all_to_all, has_delay
+from gradcomp.comm.exchange import GIVEN, _exchanges_of, all_gather, all_reduce, all_to_all
 from gradcomp.comm.pipeline import run_through
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from tests.comm.exchanges import CPU, begin, give_delay, group_with_delay, take_step
 from tests.programs import run_python
 from tests.ranks import of_all_ranks
 
 STEP = [("all_to_all", 40), ("all_gather", 8), ("all_gather", 8), ("all_gather", 300), ("all_to_all", 40)]
 
 
-def give_delay(group):
-    with mock.patch.dict(os.environ, {GIVEN: "50"}):
-        assert has_delay(torch.zeros(1), group)
-    return group
-
-
-def group_with_delay(**options):
-    return give_delay(dist.new_group(**options))
-
-
-def begin(kind, length, number, group):
-    """Begin an exchange. Returns a function that waits for it and checks what has come."""
-    rank, size = group.rank(), group.size()
-    own = torch.arange(size * length, dtype=torch.float32).view(size, length) + 1000 * number + rank
-    received = torch.full((size, length), -1.0)
-    work = all_to_all(received, own, group) if kind == "all_to_all" else all_gather(received, own[0], group)
-
-    def finish():
-        work.wait()
-        for source in range(size):
-            row = rank if kind == "all_to_all" else 0
-            expected = torch.arange(length) + float(row * length + 1000 * number + source)
-            assert torch.equal(received[source], expected), (kind, length, number, source)
-
-    return finish
-
-
-def take_step(exchanges, group, number=0):
-    for finish in [begin(kind, length, number, group) for kind, length in exchanges]:
-        finish()
-
-
 def posted(group):
-    return {exponent: len(each.ahead) for exponent, each in _exchanges_of(group).channels.items()}
+    return {exponent: len(each.ahead) for exponent, each in _exchanges_of(CPU, group).channels.items()}
 
 
 @pytest.mark.ranks(3)
@@ -77,7 +46,7 @@ def test_receives_are_posted_ahead_without_growth(rank):
         if number in (70, 99):
             gc.collect()
             tensors = sum(type(each) is torch.Tensor for each in gc.get_objects())
-            kept.append((tensors, len(_exchanges_of(group).under_way), posted(group)))
+            kept.append((tensors, len(_exchanges_of(CPU, group).under_way), posted(group)))
     assert kept[0] == kept[1]
     assert kept[0][2] == {6: 64, 8: 64, 11: 64}  # of 32, 160 and 1,200 bytes, with a heading
 
@@ -124,7 +93,7 @@ def play(seed, group):
         for finish in running:
             finish()
     take_step([("all_gather", 5)], group)
-    assert len(_exchanges_of(group).under_way) <= 1
+    assert len(_exchanges_of(CPU, group).under_way) <= 1
 
 
 @pytest.mark.ranks(3)
@@ -144,7 +113,7 @@ def test_an_exchange_that_nobody_waits_for_is_passed_by_later_ones(rank, length)
         take_step(STEP[1:2], group, number)
         begin("all_gather", length + number * 8, number, group)
         take_step(STEP[1:2] * 2, group, number)
-    assert not _exchanges_of(group).under_way
+    assert not _exchanges_of(CPU, group).under_way
 
 
 @pytest.mark.ranks(2)
@@ -191,7 +160,7 @@ def test_groups_with_the_same_connections_share_their_messages(rank):
             process_group._kept.clear()
             give_delay(group)
             give_delay(other)
-    assert _exchanges_of(other) is _exchanges_of(group)
+    assert _exchanges_of(CPU, other) is _exchanges_of(CPU, group)
 
 
 @pytest.mark.ranks(3)
@@ -200,7 +169,7 @@ def test_a_rank_at_another_exchange_is_named(rank):
     group = group_with_delay(timeout=timedelta(seconds=5))
     for number in range(4):
         take_step(STEP, group, number)
-    first = _exchanges_of(group).num_exchanges + 1
+    first = _exchanges_of(CPU, group).num_begun + 1
     with pytest.raises(RuntimeError, match="where this rank needs") as error:
         take_step(STEP[rank == 1 :], group)
     texts = of_all_ranks(str(error.value))
@@ -233,7 +202,7 @@ def test_a_groups_receives_end_with_it(rank):
     own = torch.zeros(2, 3)
     waited = all_to_all(torch.empty_like(own), own, group)
     waited.wait()
-    references = [weakref.ref(group), weakref.ref(_exchanges_of(group))]
+    references = [weakref.ref(group), weakref.ref(_exchanges_of(CPU, group))]
     gc.collect()
     dist.destroy_process_group(group)
     del group  # at once: the other ranks learn by a closed connection that this one has left

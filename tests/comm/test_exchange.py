@@ -11,35 +11,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gradcomp.comm import exchange
 from gradcomp.comm.exchange import all_gather, all_reduce, all_to_all, reduce_scatter, takes_one_exchange
 from gradcomp.comm.pipeline import run_through
+from tests.comm.exchanges import check
 from tests.ranks import of_all_ranks
 from tests.reducer.models import run_cases
 
 
-def row(source, destination, length):
-    return torch.arange(length, dtype=torch.uint8) + 16 * source + destination
-
-
-def both(rank, length, group):
-    """Run all_to_all and all_gather at once; return the rows that each received."""
-    size = group.size()
-    rows = torch.stack([row(rank, destination, length) for destination in range(size)])
-    exchanged, gathered = torch.full_like(rows, 255), torch.full_like(rows, 255)
-    works = [all_to_all(exchanged, rows, group), all_gather(gathered, row(rank, 9, length), group)]
-    for work in works:
-        work.wait()
-    return exchanged, gathered
-
-
-def check(rank, length, group):
-    exchanged, gathered = both(rank, length, group)
-    for source in range(group.size()):
-        assert torch.equal(exchanged[source], row(source, rank, length))
-        assert torch.equal(gathered[source], row(source, 9, length))
-
-
 def on_every_rank(rank):
     for length in (1, 5, 1000):
-        check(rank, length, dist.group.WORLD)
+        check(dist.group.WORLD, length)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -76,7 +55,7 @@ def test_nccl_sums_whichever_backends_a_group_has(rank, config):
 def test_ranks_are_the_groups_own(rank):
     group = dist.new_group([1, 3], timeout=timedelta(seconds=10))
     if rank in (1, 3):
-        check(group.rank(), 7, group)
+        check(group, 7)
 
 
 @pytest.mark.ranks(3)
@@ -94,7 +73,7 @@ def test_receives_are_posted_first_and_ranks_begin_with_different_ones(rank):
         return mock.patch.object(dist, name, noted)
 
     with note("isend"), note("irecv"):
-        check(rank, 3, dist.group.WORLD)
+        check(dist.group.WORLD, 3)
     for rank, calls in enumerate(of_all_ranks(order)):
         others = [(rank + 1) % 3, (rank + 2) % 3]
         one = [(name, other) for name in ("irecv", "isend") for other in others]
@@ -107,7 +86,7 @@ def test_an_exchange_that_nobody_waits_for_leaves_the_group_usable(rank, length)
     both_ranks = torch.zeros(2, length, dtype=torch.uint8)
     # Nobody waits for this exchange, as when another bucket's error ends the step.
     all_to_all(both_ranks.clone(), both_ranks, dist.group.WORLD)
-    check(rank, length, dist.group.WORLD)
+    check(dist.group.WORLD, length)
     dist.all_reduce(torch.ones(1))
 
 
@@ -121,7 +100,7 @@ def test_receives_of_exchanges_that_are_given_up_are_kept_until_another_one_is_c
         all_gather(received, torch.ones(1_000_000), dist.group.WORLD)
         del received
         before = not memory.expired()  # gloo may still write there
-        check(rank, 7, dist.group.WORLD)
+        check(dist.group.WORLD, 7)
         left.append((before, not memory.expired()))
     assert of_all_ranks(left) == [[(True, False)] * 3] * 2
 

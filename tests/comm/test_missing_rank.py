@@ -5,7 +5,6 @@ import json
 import os
 import re
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -17,23 +16,11 @@ import gradcomp
 from gradcomp.comm.process_group import ExplainedError
 from gradcomp.compress import CompressorState, compress_hook
 from gradcomp.fsdp import compress_replicas
-from gradcomp.hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_hook,
-    fp16_compress_wrapper,
-)
-from gradcomp.hooks.powerSGD_hook import batched_powerSGD_hook, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import (
-    QuantizationState,
-    quantization_hook,
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
-)
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.reducer import Reducer
-from tests import training
 from tests.fsdp.models import Exact, new_grid, sharded
+from tests.hooks import checked
 from tests.ranks import RankError
 
 NUM_STEPS = 3
@@ -47,30 +34,22 @@ def users_hook(_, bucket):
     return future
 
 
-power_sgd = partial(training.power_sgd, min_compression_rate=1)
-
-
+# (makes the state, makes the hook) by name.
 HOOKS = {
-    "allreduce": (lambda: None, allreduce_hook),
-    "fp16": (lambda: None, fp16_compress_hook),
-    "bf16": (lambda: None, bf16_compress_hook),
-    "per tensor": (lambda: None, quantization_pertensor_hook),
-    "per channel": (lambda: None, quantization_perchannel_hook),
-    "4 bits": (lambda: QuantizationState(bits=4), quantization_hook),
-    "8 bits": (lambda: QuantizationState(bits=8), quantization_hook),
-    "8 bits, plain start": (lambda: QuantizationState(bits=8, start_iter=100), quantization_hook),
-    "PowerSGD": (power_sgd, powerSGD_hook),
-    "PowerSGD, plain start": (lambda: power_sgd(start=100), powerSGD_hook),
-    "PowerSGD, quantized start": (lambda: power_sgd(start=100, start_bits=8), powerSGD_hook),
-    "PowerSGD, int8 factors": (lambda: power_sgd(factor_dtype=torch.int8), powerSGD_hook),
-    "PowerSGD, batched": (power_sgd, batched_powerSGD_hook),
-    "compressor": (lambda: CompressorState(Exact), compress_hook),
-    "fp16 around PowerSGD": (power_sgd, fp16_compress_wrapper(powerSGD_hook)),
-    "bf16 around 8 bits": (lambda: None, bf16_compress_wrapper(quantization_pertensor_hook)),
-    "fp16 around bf16": (lambda: None, fp16_compress_wrapper(bf16_compress_hook)),
+    name: (check.make_state or (lambda: None), check.make)
+    for name, check in checked.HOOKS.items()
+    if check.averages
+}
+HOOKS |= {
+    "quantization_hook, plain start": (lambda: QuantizationState(start_iter=100), lambda: quantization_hook),
+    "powerSGD_hook, quantized start": (
+        lambda: PowerSGDState(None, 1, 100, start_bits=8),
+        lambda: powerSGD_hook,
+    ),
+    "compress_hook": (lambda: CompressorState(Exact), lambda: compress_hook),
 }
 # Not with torch's DDP: gradcomp takes no part in these averages there, so torch's errors stay as they are.
-OURS_ONLY = {"user's": (lambda: None, users_hook), "no hook": None}
+OURS_ONLY = {"users_hook": (lambda: None, lambda: users_hook), "no hook": None}
 
 
 class Model(nn.Sequential):
@@ -121,12 +100,13 @@ def in_fsdp(hook):
     return lambda: model(torch.ones(2, 12)).sum().backward()
 
 
-IN_FSDP = ["no hook", "4 bits", "PowerSGD", "PowerSGD, plain start", "compressor"]
+SOME = ["quantization_hook int4", "powerSGD_hook", "fp16_compress_hook", *OURS_ONLY]
+IN_FSDP = ["no hook", "quantization_hook int4", "powerSGD_hook", "compress_hook"]
 WAYS = {
     "torch's DDP": (in_torchs_ddp, list(HOOKS)),
     "our DDP": (in_our_ddp, [*HOOKS, *OURS_ONLY]),
-    "the Reducer": (in_reducer, ["4 bits", "PowerSGD", "fp16", "user's", "no hook"]),
-    "average_": (in_average, ["4 bits", "PowerSGD", "fp16", "user's", "no hook"]),
+    "the Reducer": (in_reducer, SOME),
+    "average_": (in_average, SOME),
     "FSDP2": (in_fsdp, IN_FSDP),
 }
 
@@ -136,7 +116,7 @@ def errors(rank, way, names, path):
     make, steps = WAYS[way][0], {}
     for name in names:
         hook = (HOOKS | OURS_ONLY)[name]
-        steps[name] = make(None if hook is None else (hook[0](), hook[1]))
+        steps[name] = make(None if hook is None else (hook[0](), hook[1]()))
         for _ in range(NUM_STEPS):
             steps[name]()
     if rank == 1:
@@ -163,12 +143,15 @@ def test_the_message_names_bucket_hook_and_rank(run_ranks, way, tmp_path):
     found = json.loads(path.read_text())
     assert list(found) == names
     for name, (kind, message, cause) in found.items():
-        hook = (HOOKS | OURS_ONLY)[name]
-        hook_name = "an all-reduce|allreduce_hook" if hook is None else re.escape(hook[1].__qualname__)
-        inner = "|powerSGD_hook|quantization_pertensor_hook|bf16_compress_hook" if "around" in name else ""
-        where = "compress_replicas|compress_hook|" if way == "FSDP2" else ""
+        hook_names = re.findall(r"\w+_(?:hook|wrapper)", name) or [
+            "an all-reduce",
+            "allreduce_hook",
+            "compress_hook",
+        ]
+        if way == "FSDP2":
+            hook_names += ["compress_replicas", "compress_hook"]
         assert re.search(
-            rf"^(Got .*)?rank 0 of 2 could not average bucket \d with ({where}{hook_name}{inner})\b.*: "
+            rf"^(Got .*)?rank 0 of 2 could not average bucket \d with ({'|'.join(hook_names)})\b.*: "
             r"\[.*gloo.*Connection (closed|reset) by peer.*If nothing is wrong on this rank, another rank "
             r"has ended.*a save.*Look for the first error in the output of the other ranks",
             message,

@@ -69,8 +69,7 @@ def look_at_the_group():
 
 
 def post_ahead():
-    with exchange.unrecorded():
-        pass
+    exchange.enable_record_function(True)
 
 
 def shard():

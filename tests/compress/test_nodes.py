@@ -7,7 +7,6 @@ from contextlib import redirect_stderr
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gradcomp import testing
@@ -27,7 +26,6 @@ from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative
 from tests.hooks.powersgd_runs import reload
 from tests.kept import error_in
 from tests.tolerances import QUANTIZED_IDENTITY
-from tests.training import Averaged, drawn, parameters_of, train
 
 SHAPES = [(40, 30), (17,), (8, 3, 5), (1,), (3, 2), (7, 9)]
 # Blocks have 16 elements, so that pieces and shards cut blocks, and the last blocks are padded.
@@ -257,38 +255,6 @@ def test_a_layer_that_some_ranks_skip(kind, users):
     assert not torch.equal(afters[:, second], befores[:, second])
 
 
-TRAINED = {
-    "none": (lambda: None, None),
-    "int4": (lambda: state_of(4, 2), quantization_hook),
-    "int8 factors": (lambda: powersgd_state(None), powerSGD_hook),
-    "factors": (lambda: PowerSGDState(None, 2, 2, 1, ranks_per_node=2), powerSGD_hook),
-}
-
-
-def trained(rank, name):
-    """Return the loss before and after training with torch's DDP, and the parameters. In a process."""
-    powersgd.LEAST_HIERARCHICAL_BYTES = 0
-    torch.manual_seed(0)
-    make_state, hook = TRAINED[name]
-    layers = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 1))
-    model, x = Averaged(layers, "torch", hook, make_state(), bucket_cap_mb=0.001), drawn(32, 20, rank=rank)
-    losses = train(
-        model, lambda m, _: (m(x) - x[:, :4].sum(1, keepdim=True)).square().mean(), range(20), 0.05
-    )
-    return losses[0], losses[-1], parameters_of(model)
-
-
-@pytest.mark.parametrize("interpret", everyday([False], [False, True]), ids=str)
-def test_it_trains_on_gloo(run_ranks, interpret):
-    """Ranks are processes, where collectives of the three groups may overtake one another."""
-    (first, uncompressed, _), *_ = run_ranks(trained, 4, "none")
-    assert uncompressed < 0.5 * first
-    for hook in ("int4", "int8 factors", "factors"):
-        results = run_ranks(trained, 4, hook, interpret=interpret)
-        assert abs(results[0][1] - uncompressed) < 0.03 * first
-        assert all(torch.equal(parameters, results[0][2]) for *_, parameters in results)
-
-
 def steps_on_kernels(rank, bits):
     return steps_of(rank, None, bits, 2, torch.float32, 3)
 
@@ -308,8 +274,9 @@ def test_kernels_hierarchical(run_ranks, bits):
 def launched_by_torchrun(rank, local_world_size, place):
     os.environ |= {"LOCAL_WORLD_SIZE": str(local_world_size), "LOCAL_RANK": str(place(rank))}
     state = QuantizationState(bits=4, block_size=16)
-    output = take_step(state, rank, 0)[1]
-    return output, state._place.nodes or None
+    with redirect_stderr(io.StringIO()) as text:
+        output = take_step(state, rank, 0)[1]
+    return output, state._place.nodes or None, text.getvalue()
 
 
 def in_order(rank):
@@ -326,8 +293,11 @@ def alternating(rank):
 )
 def test_auto_takes_torchruns_nodes(run_ranks, local_world_size, place, expected):
     results = run_ranks(launched_by_torchrun, 4, local_world_size, place)
-    assert [nodes for _, nodes in results] == [expected] * 4
-    assert all(torch.equal(output, results[0][0]) for output, _ in results)
+    assert [nodes for _, nodes, _ in results] == [expected] * 4
+    assert all(torch.equal(output, results[0][0]) for output, *_ in results)
+    said, *of_others = [text for *_, text in results]
+    assert (f"per step and node, between {expected}" in said) == (expected is not None)
+    assert of_others == [""] * 3
 
 
 UNEVEN = {
@@ -433,15 +403,3 @@ def test_a_number_of_ranks_that_makes_no_sense(value):
     with pytest.raises(ValueError, match="must be 'auto' or a whole number of 1 or more"):
         state.ranks_per_node = value
     assert state.ranks_per_node == "auto"
-
-
-def announced(rank):
-    with redirect_stderr(io.StringIO()) as text:
-        steps_of(rank, None, 4, 2, torch.float32)
-    return text.getvalue()
-
-
-def test_the_log_line_says_so(run_ranks):
-    on_rank_0, *others = run_ranks(announced, 4)
-    assert "per step and node, between 2 nodes of 2 ranks" in on_rank_0
-    assert others == [""] * 3

@@ -120,17 +120,6 @@ def test_blocks_that_are_not_finite_become_nan_and_lose_nothing(bits, dtype):
 
 
 @BOTH
-@pytest.mark.parametrize("block_size", [2, 6, 128])
-def test_blocks_do_not_depend_on_one_another(bits, block_size):
-    """A block's result doesn't depend on the chunk that it is quantized in, either."""
-    values = torch.randn(plain.CHUNK_NUMEL // block_size + 3, block_size)
-    _, _, together, _ = quantized(values, bits)
-    for row in (0, 1, len(values) - 4, len(values) - 1):
-        _, _, alone, _ = quantized(values[row : row + 1], bits)
-        assert torch.equal(alone[0], together[row])
-
-
-@BOTH
 @WIDE
 def test_unusual_blocks_change_nothing_for_others(bits, dtype):
     """Each block has the result that it has alone, beside zeros, tiny, huge and non-finite values."""

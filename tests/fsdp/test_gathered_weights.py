@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradcomp.comm import exchange
-from gradcomp.compress.all_gather import _GatherWork
+from gradcomp.compress.all_gather import GatherWork
 from gradcomp.fsdp import compress_all_gather
 from tests.depth import everyday
 from tests.fsdp.gathered import group_of, round_all_gathers, rounded
@@ -29,7 +29,7 @@ def payloads_alive(rank, form):
     model = fully_shard(layers, mesh=mesh)
     compress_all_gather(model, 8, 16, **options)
     payloads, alive, at_most = [], [], 0
-    start = _GatherWork.__init__
+    start = GatherWork.__init__
 
     def num_alive():
         return sum(not each.expired() for each in payloads)
@@ -40,7 +40,7 @@ def payloads_alive(rank, form):
         payloads.append(StorageWeakRef(work._payload.untyped_storage()))
         at_most = max(at_most, num_alive())
 
-    with mock.patch.object(_GatherWork, "__init__", starting):
+    with mock.patch.object(GatherWork, "__init__", starting):
         handles = [layer.unshard(async_op=True) for layer in model[:3]]
         for handle in handles:
             alive.append(num_alive())

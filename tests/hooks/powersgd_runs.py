@@ -114,7 +114,7 @@ def continued_from(theirs, shapes, **options):
     errors = theirs.error_dict[0].split([math.prod(shape) for shape in shapes])
     for entry, error in zip(entries, errors, strict=True):
         entry["error"] = error.clone().view_as(entry["error"])
-    for tensor in ours.options.tensors_of_matrices(shapes, torch.float32):
+    for tensor in [each.tensor for each in ours.options.layout(shapes, torch.float32).matrices]:
         direction = entries[tensor]["direction"]
         entries[tensor]["direction"] = flat[: direction.numel()].view_as(direction).clone()
         flat = flat[direction.numel() :]
