@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.bucket import Hook, Hooked
 from gradcomp.comm.exchange import has_delay
+from gradcomp.comm.pipeline import drop
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.streams import require_no_capture
 from gradcomp.comm.torch_private import current_autograd_node, not_compiled
@@ -278,8 +279,8 @@ class Reducer:
 
     def _forget_step(self) -> None:
         """End the step, complete or broken off: the next gradient begins another one."""
-        if self._step is not None and self._step.averages:
-            self._step.break_off()
+        if self._step is not None:
+            drop(self._step.averages.values())  # which may still write to the buckets
         self._step, self._is_prepared = None, self._stays_prepared
         self._sharing.is_stepping = False
         if self._usage is not None:

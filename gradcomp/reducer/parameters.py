@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import re
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gradcomp.comm.bucket import Hooked, named_tensors
 from gradcomp.comm.consistency import require_same_on_all_ranks
@@ -27,8 +29,18 @@ def named_parameters(
     """Return names and tensors of the parameters that require gradients, each once, and the frozen pairs.
 
     Raises TypeError for anything but an iterable of parameters or of (name, parameter) pairs; ValueError if
-    no parameter requires gradients.
+    no parameter requires gradients, and for the parameters() or named_parameters() of a module that averages
+    them itself.
     """
+    module = inspect.getgeneratorlocals(params).get("self") if inspect.isgenerator(params) else None
+    for each in module.modules() if isinstance(module, nn.Module) else ():
+        # torch's, gradcomp's or torchft's.
+        if any(cls.__name__ == "DistributedDataParallel" for cls in type(each).__mro__):
+            raise ValueError(
+                f"Reducer got the parameters of a {type(module).__name__} in which a DistributedDataParallel "
+                "averages gradients already: register the hook there (ddp.register_comm_hook), or leave that "
+                "wrapper out"
+            )
     averaged: dict[int, tuple[str, torch.Tensor]] = {}
     frozen: list[tuple[str, torch.Tensor]] = []
     for name, param in named_tensors("Reducer", params):
@@ -126,10 +138,9 @@ class Agreement:
             (name, tuple(each.shape), str(each.dtype), *(() if each.is_contiguous() else [each.stride()]))
             for name, each in zip(names, params, strict=True)
         ]
-        whose = "the ranks have different models: what they average"
-        values = {"parameters that require gradients": shapes}
-        self._require_same(whose, values, "Build the same model on every rank")
-        self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
+        values = {"parameters that require gradients": shapes} | self._options
+        advice = "Build the same model on every rank, and give the Reducer or wrapper the same options"
+        self._require_same("what the Reducer was given", values, advice)
 
     def expect(self, hooked: Hooked) -> None:
         """Compare the ranks again in the next step. Raises ValueError for a group that torch doesn't know."""
