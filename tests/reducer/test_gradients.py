@@ -8,6 +8,7 @@ import torch
 
 from gradcomp.reducer import Reducer
 from gradcomp.reducer.step import StaticGraph
+from tests.parallel.beside_torch import gradients
 from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, Branches, loss_of, make_reducer, on_device
 from tests.tolerances import average, backward_noise
@@ -93,15 +94,7 @@ def test_a_static_graph_asks_once_which_parameters_no_rank_uses(rank, options):
     for _ in range(3):
         model.zero_grad()
         loss_of(model(torch.full((5, 12), 0.05 + 0.1 * rank))).backward()
-        results.append(
-            (
-                [
-                    each if each is None else each.clone()
-                    for each in (param.grad for param in model.parameters())
-                ],
-                len(asked),
-            )
-        )
+        results.append((gradients(model), len(asked)))
     kept.close()
     first, second = of_all_ranks(results)
     unused_by_all = [name.startswith(("branches.2", "never")) for name, _ in Branches().named_parameters()]
