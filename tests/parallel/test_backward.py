@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import gradcomp
-from tests.parallel.beside_torch import assert_alike, batch_of, gradients, on_both
-from tests.reducer.models import MLP, STATIC, UNUSED, Branches, ConvNet, loss_of
+from tests.parallel.beside_torch import assert_alike, batch_of, gradients
+from tests.reducer.models import MLP, STATIC, UNUSED, ConvNet, loss_of
 
 
 @dataclasses.dataclass
@@ -84,30 +84,6 @@ def changed_in_place(cls, rank, options):
     second += 1
     (first * second).sum().backward()
     return gradients(model)
-
-
-def unfinished(cls, rank):
-    model = Branches()
-    ddp = cls(model)
-    loss_of(ddp(torch.ones(2, 12))).backward()
-    with pytest.raises(RuntimeError) as caught:
-        ddp(torch.ones(2, 12))
-    return str(caught.value)
-
-
-@pytest.mark.ranks(2)
-def test_an_unfinished_reduction_is_told_at_the_next_forward(rank):
-    messages = on_both(rank, unfinished)
-    for message in messages.values():
-        for part in (
-            "Expected to have finished reduction in the prior iteration",
-            "passing the keyword argument `find_unused_parameters=True`",
-            "`forward` function outputs participate in calculating loss",
-            "Parameter indices which did not receive grad for rank ",
-        ):
-            assert part in message
-    indices = [message.rsplit(":", 1)[1].split() for message in messages.values()]
-    assert sorted(indices[1]) == sorted(word for word in indices[0] if word.isdigit())
 
 
 def two_backwards(cls, rank):

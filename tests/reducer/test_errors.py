@@ -2,6 +2,7 @@
 
 import os
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -76,6 +77,7 @@ def test_a_backward_that_does_not_reach_all_parameters(rank):
         assert "never.weight, never.bias" in message
         assert "`find_unused_parameters=True`" in message
         assert "`forward` function outputs participate in calculating loss" in message
+        assert message.endswith(f"Parameter indices which did not receive grad for rank {rank}: 2 3 4 5 8 9")
 
 
 class Breaks(torch.autograd.Function):
@@ -293,6 +295,25 @@ def test_parameters_that_are_unfrozen_later(rank, options):
             reducers.append(make_reducer(model, **options))
         averaged = [model.head.weight, model.base.bias][: 1 + number]
         assert torch.equal(*of_all_ranks(torch.cat([each.grad.flatten() for each in averaged])))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_leaves_a_backward_out(rank):
+    """tests/comm/test_missing_rank.py has ranks that end."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model, store = MLP(), dist.distributed_c10d._get_default_store()
+    kept = make_reducer(model, process_group=group)
+    loss_of(model(torch.randn(3, 20))).backward()
+    if rank == 1:
+        store.wait(["rank 0 has ended"], timedelta(seconds=30))
+        return
+    with pytest.raises(
+        RuntimeError, match=r"(?s)^rank 0 of 2 could not average bucket [01] with .*[Tt]imed? ?out"
+    ) as raised:
+        loss_of(model(torch.randn(3, 20))).backward()
+    assert str(raised.value).endswith("Look for the first error in the output of the other ranks")
+    kept.close()
+    store.set("rank 0 has ended", "")
 
 
 def holding(value):
