@@ -94,8 +94,6 @@ def check_module(
 ) -> list[int] | None:
     """Return the index of the device to move inputs to, in a list; None if they stay where they are.
 
-    named: the parameters by name.
-
     Raises torch's errors for an unusable module, and TypeError for DTensors.
     """
     params = list(named.values())

@@ -30,9 +30,8 @@ def cap_bytes(cap_mb: float) -> float:
 def assign_buckets(
     sizes_bytes: Sequence[int], keys: Sequence[Hashable], caps_bytes: tuple[float, float]
 ) -> list[list[int]]:
-    """Divide tensors among buckets, in the order given. Returns the indices of each bucket's tensors.
+    """Divide tensors of these sizes among buckets, in order. Returns the indices of each bucket's tensors.
 
-    sizes_bytes: the tensors' sizes.
     keys: only tensors of one key (dtype and device) share a bucket.
     caps_bytes: the cap of a key's first bucket, and the cap of its others. A small first bucket lets
         communication start early.
@@ -60,8 +59,7 @@ _Run = tuple[slice, FlatLayout, torch.Tensor, list[torch.Tensor]]
 class Bucket:
     """One flat buffer, and a view of it for every parameter, in the parameter's memory order.
 
-    indices: the indices in the Reducer of the bucket's parameters, which have one dtype and device.
-    params, all_names: of the Reducer's parameters.
+    indices: the Reducer's indices of the bucket's parameters, which have one dtype and device.
     as_view: gradients become views of the buffer.
     sent_in: the buffer's dtype, if the parameters are floating-point; None for the parameters' own.
 
@@ -245,11 +243,9 @@ Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook or exchang
 
 
 class BucketCommunicator:
-    """Assigns parameters to buckets, and averages the buckets.
+    """Assigns parameters, known by their indices, to buckets, and averages the buckets.
 
-    Parameters are known by their indices.
-    caps_bytes: the cap of the first bucket of a dtype and device, and the cap of the others.
-    as_view: gradients are views of the buckets.
+    caps_bytes, as_view: see assign_buckets and Bucket.
     sparse: parameters with sparse gradients, which are in no bucket.
     divisor: without a hook, sums of gradients are divided by it; at first the group's size.
     """

@@ -25,8 +25,7 @@ from .parameters import check_gradient
 class _Usage:
     """The base class of two regimes, in which the ranks tell each other which parameters they use.
 
-    names: the parameters' names.
-    device: the parameters' device, on which the group exchanges the used parameters.
+    device: where the group exchanges the used parameters.
     skips: leave out buckets with no used parameter.
     used: the parameters that have a gradient on this rank in the step, from backwards in no_sync(), too.
     is_learning: whether the running or next step is the first one, which later steps must equal.
@@ -183,7 +182,6 @@ class Step:
 
     The constructor begins the step, on all ranks together.
 
-    usage: None if the step uses all parameters.
     unused: parameters that this rank does not use in the step. They are ready from the beginning, and keep
         their gradients.
     ready: the parameters that are ready, in the order in which they became ready.

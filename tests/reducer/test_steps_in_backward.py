@@ -22,12 +22,6 @@ def as_in_the_tutorial(model):
         param.register_post_accumulate_grad_hook(hook)
 
 
-def step_alone(model):
-    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
-
-
 def through_data(model):
     def hook(param):
         param.data.sub_(0.1 * param.grad)
@@ -64,7 +58,7 @@ def message_of(rank, attach, way, when, options):
     return str(caught.value)
 
 
-HOOKS = [as_in_the_tutorial, step_alone, through_data, one_parameter]
+HOOKS = [as_in_the_tutorial, through_data, one_parameter]
 TIMES = ["before", "after", "later"]
 WAYS = ["reducer", "gradcomp"]
 
@@ -110,7 +104,7 @@ def test_steps_within_no_sync_are_let(rank):
     """Step within no_sync(), where gradients are each rank's own, and average afterwards."""
     model = MLP()
     reducer = Reducer(model.named_parameters())
-    step_alone(model)
+    as_in_the_tutorial(model)
     with reducer.no_sync():
         loss_of(model(torch.ones(2, 20))).backward()
     for param in model.parameters():
