@@ -247,6 +247,7 @@ class BucketCommunicator:
 
     caps_bytes, as_view: see assign_buckets and Bucket.
     sparse: parameters with sparse gradients, which are in no bucket.
+    apart: parameters with gradients in memory of their own, with as_view, too.
     divisor: without a hook, sums of gradients are divided by it; at first the group's size.
     """
 
@@ -267,12 +268,11 @@ class BucketCommunicator:
         self.buckets: list[Bucket] = []
         self._operations: list[Explaining] = []  # the averagings of the buckets
         self.bucket_of: dict[int, int] = {}  # a parameter's bucket
-        self._apart: set[int] = set()
+        self.apart: set[int] = set()
 
     def keep_apart(self, indices: set[int]) -> None:
-        """Leave these parameters' gradients in memory of their own, with as_view, too."""
-        if indices != self._apart:
-            self._apart = indices
+        if indices != self.apart:
+            self.apart = indices
             for bucket in self.buckets:
                 bucket.keep_apart(indices)
 
@@ -293,7 +293,7 @@ class BucketCommunicator:
         owner_of = {at: name for bucket in self.buckets for at, name in bucket.owner_of.items()}
         for bucket in self.buckets:
             bucket.owner_of = owner_of
-            bucket.keep_apart(self._apart)
+            bucket.keep_apart(self.apart)
             if self.as_view:
                 bucket.fill(1.0)
 

@@ -227,7 +227,7 @@ class Reducer:
             self._hooks.require_attached(unused)
         if self._agreement.group is not self.communicator.hooked.group:
             self._agreement.require(self.communicator.hooked)
-        if self._sharing.others:
+        if self._sharing.others or self.communicator.apart:
             self._sharing.require_same_ranks()
             self.communicator.keep_apart(self._sharing.indices())
         self._sharing.is_stepping = True
