@@ -54,7 +54,8 @@ class Reducer:
     verify: compare parameters and options across ranks; without it, construction communicates nothing.
 
     Raises RuntimeError on every rank if the ranks have different parameters or options; ValueError if no
-    parameter requires gradients, or for a cap that isn't a number; TypeError for a process_group that isn't
+    parameter requires gradients, if they come from a wrapper that averages them itself, or for a cap that
+    isn't a number; TypeError for a process_group that isn't
     one, or for params that are no iterable of plain tensors. The first step compares options and hooks.
     """
 

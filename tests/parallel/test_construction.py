@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradcomp
+from gradcomp.parallel.module import to_device
 from tests.parallel.beside_torch import assert_alike, batch_of, flat, gradients
 from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, MODELS, ConvNet, loss_of
@@ -59,6 +60,12 @@ def test_what_the_constructor_refuses(rank):
 def test_options_not_taken_name_an_alternative(option, value, alternative):
     with pytest.raises(NotImplementedError, match=f"has no {option}: use .*{alternative}"):
         gradcomp.DistributedDataParallel(MLP(), **{option: value})
+
+
+def test_the_lengths_in_a_packed_sequence_stay_on_the_cpu():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    (moved,) = to_device([packed], torch.device("meta"))
+    assert (moved.data.is_meta, moved.batch_sizes.is_meta) == (True, False)
 
 
 def groups_and_meshes(cls, rank):

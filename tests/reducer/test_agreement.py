@@ -1,7 +1,6 @@
 """Test that all ranks raise an error that names the option or hook, if Reducers or wrappers differ in one."""
 
 import functools
-import re
 from datetime import timedelta
 
 import pytest
@@ -11,7 +10,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 
 from gradcomp import DistributedDataParallel
-from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradcomp.reducer import Reducer
 from tests.parallel.beside_torch import run_quietly
 from tests.reducer.models import Embeddings, run_cases
@@ -66,24 +72,26 @@ class MyHook:
     """This hook is an instance, whose repr has an address."""
 
     def __call__(self, state, bucket):
-        return default_hooks.allreduce_hook(None, bucket)
+        return allreduce_hook(None, bucket)
 
 
-def one_hook(rank, hooks):
-    """Take a first step with the (state, hook) of this rank; return the message, or None and the gradient."""
+def one_hook(rank, state, hook):
+    """Take a first step; return the message, or the gradient."""
     model = nn.Linear(3, 3)
     reducer = Reducer(model.parameters())
-    chosen = hooks(rank)
-    if chosen is not None:
-        reducer.register_comm_hook(*chosen)
-    nn.init.ones_(model.weight)
+    if hook is not None:
+        reducer.register_comm_hook(state, hook)
     said = said_by(model(torch.full((1, 3), rank + 1.0)).sum().backward)
     reducer.close()
     return said if said != "nothing" else model.weight.grad
 
 
-def power(rank, process_group=None):
-    return powerSGD_hook.PowerSGDState(process_group, 1, 2)
+def power(process_group=None):
+    return PowerSGDState(process_group, 1, 2)
+
+
+def named(hook):
+    return "null" if hook is None else f'"{hook.__module__}.{hook.__qualname__}"'
 
 
 def of_a_subgroup():
@@ -92,57 +100,39 @@ def of_a_subgroup():
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
+# Of ranks 0 and 1.
 HOOKS = [
-    (
-        lambda rank: (None, (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)[rank]),
-        r'hook is "gradcomp\.hooks\.default_hooks\.fp16_compress_hook" on rank 0 '
-        r'and .*bf16_compress_hook" on rank 1',
-    ),
-    (lambda rank: (None, default_hooks.fp16_compress_hook) if rank else None, "hook is null on rank 0 and "),
-    (
-        lambda rank: (None, (default_hooks.fp16_compress_hook, torch_default.fp16_compress_hook)[rank]),
-        r'"torch\.distributed\.algorithms\.ddp_comm_hooks\.default_hooks\.fp16_compress_hook" on rank 1',
-    ),
-    (
-        lambda rank: (power(rank), (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook)[rank]),
-        r"powerSGD_hook\.powerSGD_hook\" on rank 0 and .*batched_powerSGD_hook\" on rank 1",
-    ),
-    (
-        lambda rank: (
-            power(rank),
-            (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper)[rank](
-                powerSGD_hook.powerSGD_hook
-            ),
-        ),
-        r"fp16_compress_wrapper\(powerSGD_hook\)\" on rank 0 "
-        r"and .*bf16_compress_wrapper\(powerSGD_hook\)\" on rank 1",
-    ),
-    (
-        lambda rank: ({} if rank else None, MyHook()),
-        r"the state's type is null on rank 0 and \"builtins.dict\"",
-    ),
+    (fp16_compress_hook, bf16_compress_hook),
+    (None, fp16_compress_hook),
+    (fp16_compress_hook, torch_default.fp16_compress_hook),
+    (powerSGD_hook, batched_powerSGD_hook),
+    (fp16_compress_wrapper(powerSGD_hook), bf16_compress_wrapper(powerSGD_hook)),
 ]
 ALIKE = [
-    lambda rank: None,
+    lambda rank: (None, None),
     lambda rank: ({"rank": rank}, MyHook()),
     lambda rank: (None, functools.partial(MyHook())),
-    lambda rank: (None, functools.partial(default_hooks.allreduce_hook)),
-    lambda rank: (None, default_hooks.fp16_compress_wrapper(MyHook())),
-    lambda rank: (dist.group.WORLD if rank else None, default_hooks.allreduce_hook),
+    lambda rank: (None, functools.partial(allreduce_hook)),
+    lambda rank: (None, fp16_compress_wrapper(MyHook())),
+    lambda rank: (dist.group.WORLD if rank else None, allreduce_hook),
 ]
 
 
 @pytest.mark.ranks(2)
 def test_other_hooks(rank):
-    for hooks, message in HOOKS:
-        assert re.search(message, one_hook(rank, hooks))
+    for first, second in HOOKS:
+        state = power() if "powerSGD" in named(first) else None
+        message = one_hook(rank, state, (first, second)[rank])
+        assert f"hook is {named(first)} on rank 0 and {named(second)} on rank 1" in message
+    message = one_hook(rank, {} if rank else None, MyHook())
+    assert 'the state\'s type is null on rank 0 and "builtins.dict"' in message
 
 
 @pytest.mark.ranks(2)
 def test_hooks_that_are_the_same(rank):
     """Instances and partials, the default group given as None, and states without a group are the same."""
     for hooks in ALIKE:
-        assert torch.equal(one_hook(rank, hooks), torch.full((3, 3), 1.5))
+        assert torch.equal(one_hook(rank, *hooks(rank)), torch.full((3, 3), 1.5))
 
 
 def step_with(state, hook, group):
@@ -156,21 +146,24 @@ def step_with(state, hook, group):
 def test_a_hook_of_another_group(rank):
     """Take a step where rank 2 of three isn't in the reducer's group, or in the hook's, or has left that."""
     pair = of_a_subgroup()
-    powersgd, fp16 = powerSGD_hook.powerSGD_hook, default_hooks.fp16_compress_hook
     if rank < 2:
         messages = [
             step_with(state, hook, pair)[2]
-            for state, hook in ((power(rank), powersgd), (None, fp16), (dist.group.WORLD, fp16))
+            for state, hook in (
+                (power(), powerSGD_hook),
+                (None, fp16_compress_hook),
+                (dist.group.WORLD, fp16_compress_hook),
+            )
         ]
-        state = power(rank, process_group=pair)
-        _kept, param, said = step_with(state, powersgd, pair)
+        state = power(pair)
+        _kept, param, said = step_with(state, powerSGD_hook, pair)
         assert said == "nothing"
         state.process_group = None
         for message in (*messages, said_by(param.square().sum().backward)):
             assert "averages over the ranks [0, 1, 2], but the parameters are averaged over [0, 1]" in message
-    *_, message = step_with(pair, fp16, None)
+    *_, message = step_with(pair, fp16_compress_hook, None)
     assert 'process group is "ranks [0, 1]" on ranks 0, 1 and "ranks [0, 1, 2]" on rank 2' in message
-    _, param, said = step_with(None, default_hooks.allreduce_hook, dist.new_group(range(3)))
+    _, param, said = step_with(None, allreduce_hook, dist.new_group(range(3)))
     assert (said, param.grad.tolist()) == ("nothing", [2.0, 2.0])
 
 
@@ -182,7 +175,7 @@ def collectives(rank, cls, options):
     model = nn.Linear(3, 3)
     reducer = Reducer(model.parameters(), **options) if cls is Reducer else cls(model, **options)
     counts = [len(counted)]
-    reducer.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    reducer.register_comm_hook(None, fp16_compress_hook)
     for _ in range(3):
         (model if cls is Reducer else reducer)(torch.ones(1, 3)).sum().backward()
         counts.append(len(counted))
