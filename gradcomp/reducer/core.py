@@ -55,8 +55,8 @@ class Reducer:
 
     Raises RuntimeError on every rank if the ranks have different parameters or options; ValueError if no
     parameter requires gradients, if they come from a wrapper that averages them itself, or for a cap that
-    isn't a number; TypeError for a process_group that isn't
-    one, or for params that are no iterable of plain tensors. The first step compares options and hooks.
+    isn't a number; TypeError for a process_group that isn't one, or for params that are no iterable of plain
+    tensors. The first step compares options and hooks.
     """
 
     # A wrapper's Reducer averages only backwards through prepared outputs. Other backwards accumulate.
