@@ -231,7 +231,7 @@ def sparse_weights(module: nn.Module) -> list[torch.Tensor]:
 def to_device(value: Any, device: torch.device) -> Any:
     """Return the value with its tensors, in tuples, lists and dicts too, on the device."""
     if isinstance(value, torch.Tensor | nn.utils.rnn.PackedSequence):
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=True)  # type: ignore[arg-type]  # the stubs want a dtype
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, tuple | list):
