@@ -186,46 +186,35 @@ CASES = {
 }
 
 
-def changed_cases(rank):
-    """Return the cases that come out differently with inference mode."""
-    return [
-        name
-        for name, case in CASES.items()
-        if not all(map(torch.equal, case(rank, torch.inference_mode), case(rank, nullcontext)))
-    ]
+@pytest.mark.ranks(2)
+def test_what_is_made_in_inference_mode_works_outside(rank):
+    for name, case in CASES.items():
+        assert all(map(torch.equal, case(rank, torch.inference_mode), case(rank, nullcontext))), name
 
 
-def test_what_is_made_in_inference_mode_works_outside(run_ranks):
-    assert run_ranks(changed_cases, 2) == [[], []]
-
-
-def refusals(rank):
-    """Return what is said of parameters made in inference mode, and of hooks in it or on its buckets."""
+@pytest.mark.ranks(1)
+def test_refusals(rank):
+    """Parameters made in inference mode, and hooks in it or on its buckets, are refused by name."""
     with torch.inference_mode():
         model = nn.Sequential(nn.Linear(3, 3))
         buffer = torch.ones(9)
     bucket = GradBucket(4, torch.ones(9), [nn.Parameter(torch.zeros(9))], is_last=True)
     made = GradBucket(4, buffer, bucket.parameters(), is_last=True)
     state, hook = QuantizationState(), quantization_hook
-    calls = [
+    for construct in (
         lambda: Reducer(model.named_parameters()),
         lambda: gradcomp.DistributedDataParallel(model),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"parameter 0.weight was made in torch.inference_mode\(\), so"
+        ):
+            construct()
+    for call in (
         lambda: torch.inference_mode()(hook)(state, bucket),
         lambda: hook(state, made),
         lambda: bf16_compress_hook(None, made),
-    ]
-    return [said_by(call) for call in calls]
-
-
-def said_by(call):
-    with pytest.raises(RuntimeError) as raised:
-        call()
-    return str(raised.value)
-
-
-def test_refusals(run_ranks):
-    for messages in run_ranks(refusals, 1):
-        for message in messages[:2]:
-            assert "parameter 0.weight was made in torch.inference_mode(), so" in message
-        for message in messages[2:]:
-            assert "_hook can't average bucket 4 in torch.inference_mode(), or" in message
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"_hook can't average bucket 4 in torch.inference_mode\(\), or"
+        ):
+            call()

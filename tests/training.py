@@ -25,7 +25,7 @@ class Given(nn.Module):
 
     def forward(self, gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
         given = zip(self.weights, gradients, strict=False)
-        return sum((weight * each).sum() for weight, each in given if each is not None)
+        return sum((weight * each).sum() for weight, each in given if each is not None).real
 
 
 class Layers(nn.Module):

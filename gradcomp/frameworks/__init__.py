@@ -104,14 +104,13 @@ class CommHook:
 
         scaler: has get_scale(), the gradients' scale in the coming backward; None if gradients aren't scaled.
 
-        Call this at the beginning of every step, from the first one on, and after loading a checkpoint. Then
-        errors and gradients have one scale in every step, though updates, checkpoints or the program change
-        the scaler. Errors loaded without a scale, by the state's own load_state_dict, are taken to have the
-        scale of the first call.
+        Call this at the beginning of every step, from the first one on, and after loading a checkpoint.
+        Errors loaded without a scale, by the state's own load_state_dict, are taken to have the scale of the
+        first call.
 
-        It sets the state's keep_undo. torch's GradScaler skips a step if gradients aren't finite: errors,
-        directions and the number of steps are then again what they were before that step's last backward. If
-        several optimizers step between two updates, that is done where all of them skipped.
+        Sets the state's keep_undo. After a step that torch's GradScaler, or every optimizer between two of
+        its updates, has skipped, errors, directions and the number of steps are again what they were before
+        that step's last backward.
 
         Raises RuntimeError if steps were averaged before the first call: their errors' scale is unknown.
         """

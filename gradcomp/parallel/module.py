@@ -94,8 +94,6 @@ def check_module(
 ) -> list[int] | None:
     """Return the index of the device to move inputs to, in a list; None if they stay where they are.
 
-    named: the parameters by name.
-
     Raises torch's errors for an unusable module, and TypeError for DTensors.
     """
     params = list(named.values())
@@ -232,8 +230,8 @@ def sparse_weights(module: nn.Module) -> list[torch.Tensor]:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return the value with its tensors, in tuples, lists and dicts too, on the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+    if isinstance(value, torch.Tensor | nn.utils.rnn.PackedSequence):
+        return value.to(device, non_blocking=True)  # type: ignore[arg-type]  # the stubs want a dtype
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, tuple | list):

@@ -30,9 +30,8 @@ def cap_bytes(cap_mb: float) -> float:
 def assign_buckets(
     sizes_bytes: Sequence[int], keys: Sequence[Hashable], caps_bytes: tuple[float, float]
 ) -> list[list[int]]:
-    """Divide tensors among buckets, in the order given. Returns the indices of each bucket's tensors.
+    """Divide tensors of these sizes among buckets, in order. Returns the indices of each bucket's tensors.
 
-    sizes_bytes: the tensors' sizes.
     keys: only tensors of one key (dtype and device) share a bucket.
     caps_bytes: the cap of a key's first bucket, and the cap of its others. A small first bucket lets
         communication start early.
@@ -60,8 +59,7 @@ _Run = tuple[slice, FlatLayout, torch.Tensor, list[torch.Tensor]]
 class Bucket:
     """One flat buffer, and a view of it for every parameter, in the parameter's memory order.
 
-    indices: the indices in the Reducer of the bucket's parameters, which have one dtype and device.
-    params, all_names: of the Reducer's parameters.
+    indices: the Reducer's indices of the bucket's parameters, which have one dtype and device.
     as_view: gradients become views of the buffer.
     sent_in: the buffer's dtype, if the parameters are floating-point; None for the parameters' own.
 
@@ -245,12 +243,11 @@ Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook or exchang
 
 
 class BucketCommunicator:
-    """Assigns parameters to buckets, and averages the buckets.
+    """Assigns parameters, known by their indices, to buckets, and averages the buckets.
 
-    Parameters are known by their indices.
-    caps_bytes: the cap of the first bucket of a dtype and device, and the cap of the others.
-    as_view: gradients are views of the buckets.
+    caps_bytes, as_view: see assign_buckets and Bucket.
     sparse: parameters with sparse gradients, which are in no bucket.
+    apart: parameters with gradients in memory of their own, with as_view, too.
     divisor: without a hook, sums of gradients are divided by it; at first the group's size.
     """
 
@@ -271,12 +268,11 @@ class BucketCommunicator:
         self.buckets: list[Bucket] = []
         self._operations: list[Explaining] = []  # the averagings of the buckets
         self.bucket_of: dict[int, int] = {}  # a parameter's bucket
-        self._apart: set[int] = set()
+        self.apart: set[int] = set()
 
     def keep_apart(self, indices: set[int]) -> None:
-        """Leave these parameters' gradients in memory of their own, with as_view, too."""
-        if indices != self._apart:
-            self._apart = indices
+        if indices != self.apart:
+            self.apart = indices
             for bucket in self.buckets:
                 bucket.keep_apart(indices)
 
@@ -297,7 +293,7 @@ class BucketCommunicator:
         owner_of = {at: name for bucket in self.buckets for at, name in bucket.owner_of.items()}
         for bucket in self.buckets:
             bucket.owner_of = owner_of
-            bucket.keep_apart(self._apart)
+            bucket.keep_apart(self.apart)
             if self.as_view:
                 bucket.fill(1.0)
 

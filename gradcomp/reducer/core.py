@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.bucket import Hook, Hooked
 from gradcomp.comm.exchange import has_delay
+from gradcomp.comm.pipeline import drop
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.streams import require_no_capture
 from gradcomp.comm.torch_private import current_autograd_node, not_compiled
@@ -53,8 +54,9 @@ class Reducer:
     verify: compare parameters and options across ranks; without it, construction communicates nothing.
 
     Raises RuntimeError on every rank if the ranks have different parameters or options; ValueError if no
-    parameter requires gradients, or for a cap that isn't a number; TypeError for a process_group that isn't
-    one, or for params that are no iterable of plain tensors. The first step compares options and hooks.
+    parameter requires gradients, if they come from a wrapper that averages them itself, or for a cap that
+    isn't a number; TypeError for a process_group that isn't one, or for params that are no iterable of plain
+    tensors. The first step compares options and hooks.
     """
 
     # A wrapper's Reducer averages only backwards through prepared outputs. Other backwards accumulate.
@@ -226,7 +228,7 @@ class Reducer:
             self._hooks.require_attached(unused)
         if self._agreement.group is not self.communicator.hooked.group:
             self._agreement.require(self.communicator.hooked)
-        if self._sharing.others:
+        if self._sharing.others or self.communicator.apart:
             self._sharing.require_same_ranks()
             self.communicator.keep_apart(self._sharing.indices())
         self._sharing.is_stepping = True
@@ -278,8 +280,8 @@ class Reducer:
 
     def _forget_step(self) -> None:
         """End the step, complete or broken off: the next gradient begins another one."""
-        if self._step is not None and self._step.averages:
-            self._step.break_off()
+        if self._step is not None:
+            drop(self._step.averages.values())  # which may still write to the buckets
         self._step, self._is_prepared = None, self._stays_prepared
         self._sharing.is_stepping = False
         if self._usage is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import re
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gradcomp.comm.bucket import Hooked, named_tensors
 from gradcomp.comm.consistency import require_same_on_all_ranks
@@ -27,8 +29,18 @@ def named_parameters(
     """Return names and tensors of the parameters that require gradients, each once, and the frozen pairs.
 
     Raises TypeError for anything but an iterable of parameters or of (name, parameter) pairs; ValueError if
-    no parameter requires gradients.
+    no parameter requires gradients, and for the parameters() or named_parameters() of a module that averages
+    them itself.
     """
+    module = inspect.getgeneratorlocals(params).get("self") if inspect.isgenerator(params) else None
+    for each in module.modules() if isinstance(module, nn.Module) else ():
+        # torch's, gradcomp's or torchft's.
+        if any(cls.__name__ == "DistributedDataParallel" for cls in type(each).__mro__):
+            raise ValueError(
+                f"Reducer got the parameters of a {type(module).__name__} in which a DistributedDataParallel "
+                "averages gradients already: register the hook there (ddp.register_comm_hook), or leave that "
+                "wrapper out"
+            )
     averaged: dict[int, tuple[str, torch.Tensor]] = {}
     frozen: list[tuple[str, torch.Tensor]] = []
     for name, param in named_tensors("Reducer", params):
@@ -126,10 +138,9 @@ class Agreement:
             (name, tuple(each.shape), str(each.dtype), *(() if each.is_contiguous() else [each.stride()]))
             for name, each in zip(names, params, strict=True)
         ]
-        whose = "the ranks have different models: what they average"
-        values = {"parameters that require gradients": shapes}
-        self._require_same(whose, values, "Build the same model on every rank")
-        self._require_same("what the Reducer was given", self._options, "Give every rank the same options")
+        values = {"parameters that require gradients": shapes} | self._options
+        advice = "Build the same model on every rank, and give the Reducer or wrapper the same options"
+        self._require_same("what the Reducer was given", values, advice)
 
     def expect(self, hooked: Hooked) -> None:
         """Compare the ranks again in the next step. Raises ValueError for a group that torch doesn't know."""
@@ -197,8 +208,7 @@ class Sharing:
     Their gradients stay in memory of their own: a gradient that is a view of one Reducer's bucket is changed
     by that bucket's averaging before the other Reducer has read it.
 
-    Parameters are known by their indices.
-    others: of the other live Reducers, each with the parameters that both have.
+    others: of the other live Reducers, each with the parameters that both have, by this Reducer's indices.
     is_stepping: whether the Reducer is within a step.
     """
 
@@ -211,36 +221,30 @@ class Sharing:
                 # Python would free a Reducer in a cycle of garbage at a different time on each rank, so the
                 # ranks would see different Reducers.
                 gc.collect()
-            found = ((weakref.ref(each), self._common(each)) for each in _live)
-            self.others = [(other, common) for other, common in found if common]
+            found = {each: common for each in _live if (common := self._common(each))}
+            self.others = weakref.WeakKeyDictionary(found)
 
     def open(self) -> None:
         """Begin sharing: the Reducer is constructed, and will average."""
         with _live_lock:
-            for reference, _ in self.others:
-                other = reference()
-                if other is not None:
-                    other.others.append((weakref.ref(self), other._common(self)))
+            for other in self.others:
+                other.others[self] = other._common(self)
             _live.add(self)
 
     def indices(self) -> set[int]:
         """Return the parameters that other live Reducers have, too."""
-        self.others = [(other, common) for other, common in self.others if other() in _live]
-        return set().union(*(common for _, common in self.others))
+        return set().union(*self.others.values())
 
     def require_same_ranks(self) -> None:
         """Raise RuntimeError if another Reducer is averaging one of the parameters over other ranks."""
-        for reference, common in self.others:
-            other = reference()
-            if other is not None and other.is_stepping:
-                theirs, ours = (ranks_of(each._group) for each in (other, self))
-                if sorted(theirs) != sorted(ours):
-                    raise RuntimeError(
-                        f"parameter {self._names[min(common)]} is being averaged by two Reducers in one "
-                        f"backward, over the ranks {theirs} and {ours}: its .grad can't be both means. "
-                        "Likely cause: an earlier Reducer or wrapper was kept. Call close() on that Reducer "
-                        "(on a wrapper's reducer: ddp.reducer.close()), or delete it"
-                    )
+        for other, common in self.others.items():
+            if other.is_stepping and set(ranks_of(other._group)) != set(ranks_of(self._group)):
+                raise RuntimeError(
+                    f"parameter {self._names[min(common)]} is being averaged by two Reducers in one "
+                    f"backward, over the ranks {ranks_of(other._group)} and {ranks_of(self._group)}: its "
+                    ".grad can't be both means. Likely cause: an earlier Reducer or wrapper was kept. Call "
+                    "close() on that Reducer (on a wrapper's reducer: ddp.reducer.close()), or delete it"
+                )
 
     @staticmethod
     def require_averaged(found: Iterable[int], named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -265,6 +269,8 @@ class Sharing:
         """End sharing: this Reducer will average nothing more."""
         with _live_lock:
             _live.discard(self)
+            for other in self.others:
+                other.others.pop(self, None)
 
     def _common(self, other: Sharing) -> set[int]:
         """Return this Reducer's indices of the parameters that both have."""

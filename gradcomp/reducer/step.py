@@ -7,14 +7,14 @@ static_graph. Parameters are known by their indices in the Reducer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradcomp.comm.exchange import all_reduce, has_delay
-from gradcomp.comm.pipeline import drop, run_through
+from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import Explaining
 from gradcomp.device import send
 
@@ -25,8 +25,7 @@ from .parameters import check_gradient
 class _Usage:
     """The base class of two regimes, in which the ranks tell each other which parameters they use.
 
-    names: the parameters' names.
-    device: the parameters' device, on which the group exchanges the used parameters.
+    device: where the group exchanges the used parameters.
     skips: leave out buckets with no used parameter.
     used: the parameters that have a gradient on this rank in the step, from backwards in no_sync(), too.
     is_learning: whether the running or next step is the first one, which later steps must equal.
@@ -38,7 +37,7 @@ class _Usage:
     """
 
     is_learning = False
-    _map_of_step: UsedMap | None = None
+    _unused_in_step: Callable[[], set[int]] | None = None  # waits for what exchange() has begun
 
     def __init__(self, names: Sequence[str], device: torch.device, group: dist.ProcessGroup, skips: bool):
         self._names, self._device, self._group, self._skips = names, device, group, skips
@@ -52,18 +51,38 @@ class _Usage:
         return True
 
     def exchange(self) -> None:
-        self._map_of_step = self._map(self.used)
+        self._unused_in_step = self._exchanged(self.used)
 
     def unused_by_all_ranks(self) -> set[int]:
-        return set() if self._map_of_step is None else self._map_of_step.unused()
+        return set() if self._unused_in_step is None else self._unused_in_step()
 
     def forget_step(self) -> None:
         """Forget the step, complete or broken off."""
         self.used.clear()
-        self._map_of_step = None
+        self._unused_in_step = None
 
-    def _map(self, used: set[int]) -> UsedMap:
-        return UsedMap(used, len(self._names), self._device, self._group)
+    def _exchanged(self, used: set[int]) -> Callable[[], set[int]]:
+        """All-reduce how many ranks use each parameter, asynchronously.
+
+        Returns a function that waits, and returns the parameters that no rank uses.
+        """
+        mine = torch.zeros(len(self._names), dtype=torch.int32, device="cpu")
+        mine[sorted(used)] = 1
+        uses_all, counts = len(used) == len(mine), send(mine, self._device)
+        operation = Explaining.of("exchange which parameters the step has used", self._group)
+        with operation:
+            stages = all_reduce(counts, self._group, has_delay=has_delay(counts, self._group))
+            work: Any = next(stages)
+
+        def unused() -> set[int]:
+            with operation:
+                work.wait()
+                run_through(stages)
+            # The host waits for the device only on a rank that left parameters out: it must know which
+            # gradients to leave alone.
+            return set() if uses_all else {i for i, count in enumerate(counts.tolist()) if not count}
+
+        return unused
 
 
 class FindUnused(_Usage):
@@ -82,7 +101,7 @@ class FindUnused(_Usage):
             return set()
         # The ranks agree first: a collective that only some ranks issue never completes.
         may_use = set(range(len(self._names))).difference(unused) | self.used
-        return self._map(may_use).unused()
+        return self._exchanged(may_use)()
 
 
 class StaticGraph(_Usage):
@@ -158,37 +177,11 @@ class StaticGraph(_Usage):
 Usage = FindUnused | StaticGraph
 
 
-class UsedMap:
-    """The number of ranks that used each parameter in a step, all-reduced asynchronously."""
-
-    def __init__(self, used: set[int], num_params: int, device: torch.device, group: dist.ProcessGroup):
-        mine = torch.zeros(num_params, dtype=torch.int32, device="cpu")
-        mine[sorted(used)] = 1
-        self._uses_all = len(used) == num_params
-        self._counts = send(mine, device)
-        self._operation = Explaining.of("exchange which parameters the step has used", group)
-        with self._operation:
-            self._stages = all_reduce(self._counts, group, has_delay=has_delay(self._counts, group))
-            self._work: Any = next(self._stages)
-
-    def unused(self) -> set[int]:
-        """Wait, and return the parameters that no rank used."""
-        with self._operation:
-            self._work.wait()
-            run_through(self._stages)
-        if self._uses_all:
-            return set()
-        # The host waits for the device only here, and only on a rank that left parameters out: it must know
-        # which gradients to leave alone.
-        return {index for index, count in enumerate(self._counts.tolist()) if not count}
-
-
 class Step:
     """A step under way: which parameters are ready, and which buckets are being averaged.
 
     The constructor begins the step, on all ranks together.
 
-    usage: None if the step uses all parameters.
     unused: parameters that this rank does not use in the step. They are ready from the beginning, and keep
         their gradients.
     ready: the parameters that are ready, in the order in which they became ready.
@@ -281,7 +274,3 @@ class Step:
         self.averages.clear()
         for index in sorted(self._communicator.sparse - kept):
             self._params[index].grad = average_rows(self._params[index], group)
-
-    def break_off(self) -> None:
-        """Wait for the averages under way, which may still write to the buckets, and forget their errors."""
-        drop(self.averages.values())

@@ -14,7 +14,7 @@ from gradcomp.hooks.default_hooks import bf16_compress_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.kept import error_in
-from tests.reducer.models import run_cases
+from tests.ranks import of_all_ranks
 
 
 class Wrapped(nn.Module):
@@ -41,48 +41,41 @@ def step(model, rank, seed=0):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def registered_inside(rank, wrapper):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, gradcomp.DistributedDataParallel])
+def test_the_ddp_inside_of_other_modules_is_found(rank, wrapper):
     state = QuantizationState(bits=4)
     comm_hook = CommHook(state, quantization_hook)
     model = Wrapped(Wrapped(model_of(wrapper)))
     comm_hook.register(model)
     comm_hook.register(model)  # frameworks may register twice
     step(model, rank)
-    return state.iter
+    assert state.iter == 1
 
 
-def test_the_ddp_inside_of_other_modules_is_found(run_ranks):
-    cases = [(DistributedDataParallel,), (gradcomp.DistributedDataParallel,)]
-    assert run_ranks(run_cases, 2, registered_inside, cases) == [[1, 1]] * 2
-
-
-def misfits(rank):
+@pytest.mark.ranks(2)
+def test_models_without_and_with_several_ddp(rank):
     comm_hook = CommHook(None, bf16_compress_hook)
-    messages = []
-    for model in (nn.Linear(2, 2), Wrapped(model_of(), model_of())):
-        with pytest.raises(ValueError) as raised:  # noqa: PT011
+    without = "^Linear contains no DistributedDataParallel, but a hook is registered.* There are 2 ranks"
+    for model, message in (
+        (nn.Linear(2, 2), without),
+        (Wrapped(model_of(), model_of()), "^Wrapped contains 2 DistributedDataParallel"),
+    ):
+        with pytest.raises(ValueError, match=message):
             comm_hook.register(model)
-        messages.append(str(raised.value))
     model = model_of()
-    CommHook(None, bf16_compress_hook).register(model)
+    comm_hook.register(model)
     with pytest.raises(RuntimeError, match="register_comm_hook"):
         CommHook(None, bf16_compress_hook).register(model)
-    return messages
-
-
-def test_models_without_and_with_several_ddp(run_ranks):
-    for without, several in run_ranks(misfits, 2):
-        assert without.startswith("Linear contains no DistributedDataParallel, but a hook is registered")
-        assert "There are 2 ranks" in without
-        assert several.startswith("Wrapped contains 2 DistributedDataParallel")
 
 
 def test_one_process_needs_no_ddp():
     CommHook(None, bf16_compress_hook).register(nn.Linear(2, 2))
 
 
-def resumed(rank):
-    """Average four steps, save, resume in a new model; return the state and both models' next averages."""
+@pytest.mark.ranks(2)
+def test_the_state_is_saved_once_for_all_ranks_and_restored(rank):
+    """Average four steps, save, and resume in a new model."""
     first, second = (
         CommHook(PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1), powerSGD_hook)
         for _ in range(2)
@@ -94,16 +87,11 @@ def resumed(rank):
     saved = first.state_dict()
     second.register(new_model)
     second.load_state_dict(saved)
-    return saved, step(model, rank, 4), step(new_model, rank, 4)
-
-
-def test_the_state_is_saved_once_for_all_ranks_and_restored(run_ranks):
-    (saved, whole, again), (other, *_) = run_ranks(resumed, 2)
     error = error_in(saved)
     assert error.any()
-    assert torch.equal(error, error_in(other))
+    assert torch.equal(*of_all_ranks(error))
     # Every rank has loaded the mean of the ranks' errors, so the mean over ranks is unchanged.
-    torch.testing.assert_close(again, whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(step(new_model, rank, 4), step(model, rank, 4), rtol=1e-4, atol=1e-4)
 
 
 def test_without_a_group_or_memory_nothing_is_saved():
@@ -174,14 +162,6 @@ class Run:
         return ((self.owed - error / self.scaler.get_scale()).norm() / SIZE).item()
 
 
-def followed(rank, name, options):
-    run = Run(rank, name, **options)
-    for seed in range(8):
-        run.comm_hook.follow(run.scaler)
-        run.step(seed, overflows=seed in (4, 6, 7))
-    return run.lost(), run.comm_hook.state.iter
-
-
 # (Run's options, the steps that the scaler skips)
 OPTIONS = [
     ({}, 3),
@@ -192,51 +172,46 @@ OPTIONS = [
 ]
 
 
-def test_errors_follow_a_scaler_and_the_steps_that_it_skips(run_ranks):
-    cases = list(product(HOOKS, OPTIONS))
-    of_ranks = run_ranks(run_cases, 2, followed, [(name, options) for name, (options, _) in cases])
-    for results in of_ranks:
-        for (name, (options, num_skipped)), (lost, num_steps) in zip(cases, results, strict=True):
-            num_backwards = options.get("num_backwards", 1)
-            assert num_steps == 8 * num_backwards - num_skipped, (name, options)
-            assert lost < 1e-5 or num_backwards > 1, (name, options)
+@pytest.mark.ranks(2)
+def test_errors_follow_a_scaler_and_the_steps_that_it_skips(rank):
+    for name, (options, num_skipped) in product(HOOKS, OPTIONS):
+        run, num_backwards = Run(rank, name, **options), options.get("num_backwards", 1)
+        for seed in range(8):
+            run.comm_hook.follow(run.scaler)
+            run.step(seed, overflows=seed in (4, 6, 7))
+        lost = run.lost()
+        assert run.comm_hook.state.iter == 8 * num_backwards - num_skipped, (name, options)
+        assert lost < 1e-5 or num_backwards > 1, (name, options)
 
 
-def followed_after_a_resume(rank, name, scale):
-    """Resume with the checkpoint's scaler, or a new scaler with another scale, or no scaler (None)."""
-    first, second = Run(rank, name), Run(rank, name)
-    for seed in range(4):
-        first.comm_hook.follow(first.scaler)
-        first.step(seed, overflows=seed == 3)
-    # The state is saved after the scaler's update, before the next call of follow.
-    second.comm_hook.load_state_dict(first.comm_hook.state_dict())
-    second.owed = first.owed
-    if scale == "of the checkpoint":
-        second.scaler.load_state_dict(first.scaler.state_dict())
-    elif scale is None:
-        second.scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for seed in range(4, 7):
-        second.comm_hook.follow(second.scaler if scale else None)
-        second.step(seed)
-    return second.lost()
+@pytest.mark.ranks(2)
+def test_errors_follow_the_scaler_of_a_resumed_run(rank):
+    """Resume with the checkpoint's scaler, or a new scaler with another scale, or no scaler."""
+    for name, scale in product(HOOKS, ["of the checkpoint", "new", None]):
+        first, second = Run(rank, name), Run(rank, name)
+        for seed in range(4):
+            first.comm_hook.follow(first.scaler)
+            first.step(seed, overflows=seed == 3)
+        # The state is saved after the scaler's update, before the next call of follow.
+        second.comm_hook.load_state_dict(first.comm_hook.state_dict())
+        second.owed = first.owed
+        if scale == "of the checkpoint":
+            second.scaler.load_state_dict(first.scaler.state_dict())
+        elif scale is None:
+            second.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for seed in range(4, 7):
+            second.comm_hook.follow(second.scaler if scale else None)
+            second.step(seed)
+        assert second.lost() < 1e-5, (name, scale)
 
 
-def test_errors_follow_the_scaler_of_a_resumed_run(run_ranks):
-    cases = list(product(HOOKS, ["of the checkpoint", "new", None]))
-    for lost in run_ranks(run_cases, 2, followed_after_a_resume, cases):
-        assert max(lost) < 1e-5, list(zip(cases, lost, strict=True))
-
-
-def followed_too_late(rank):
+@pytest.mark.ranks(2)
+def test_a_first_call_after_a_step_is_an_error(rank):
     run = Run(rank, "int4")
     run.step(0)
     with pytest.raises(RuntimeError, match=r"for the first time after 1 steps, so .* unknown\. Likely cause"):
         run.comm_hook.follow(run.scaler)
     run.comm_hook.follow(None)  # nothing to follow: gradients have no scale
-
-
-def test_a_first_call_after_a_step_is_an_error(run_ranks):
-    run_ranks(followed_too_late, 2)
 
 
 def test_states_without_errors_follow_nothing():

@@ -24,41 +24,21 @@ def on_both(rank, scenario, *arguments):
     return {name: run_quietly(scenario, cls, rank, *arguments) for name, cls in CLASSES.items()}
 
 
-def assert_alike(run_ranks, scenario, world_size, *arguments, exact=True):
-    """Assert that both classes' results are equal, or within a sum's rounding; return gradcomp's by rank."""
-    (ranks,) = assert_all_alike(run_ranks, scenario, world_size, [arguments], exact=exact)
-    return ranks
+def assert_alike(rank, scenario, *arguments, wire=None):
+    """Run a scenario on this rank with both classes; return gradcomp's results.
 
-
-def assert_all_alike(run_ranks, scenario, world_size, cases, exact=True):
-    """Compare the classes for several cases, in one set of processes; return gradcomp's by case and rank."""
-    ranks = run_ranks(run_cases, world_size, on_both, [(scenario, *case) for case in cases])
-    return _all_alike(ranks, scenario, cases, exact)
-
-
-def assert_scenarios_alike(run_ranks, world_size, *scenarios):
-    """Compare the classes in several scenarios, with or without arguments, in one set of processes."""
-    cases = [each if isinstance(each, tuple) else (each,) for each in scenarios]
-    assert_all_alike(run_ranks, _run, world_size, cases)
-
-
-def _run(cls, rank, scenario, *arguments):
-    return scenario(cls, rank, *arguments)
+    wire: results may differ by a sum's rounding in this dtype; None: they are equal.
+    """
+    theirs, ours = on_both(rank, scenario, *arguments).values()
+    bound = None if wire is None else partial(average, wire, 10 * dist.get_world_size())
+    _compare(ours, theirs, bound, where=f"{scenario.__name__}{arguments}")
+    return ours
 
 
 def assert_alike_in_groups(run_group, scenario, cases, wire=torch.float32):
-    """Compare the classes on the rank's device: exactly on a CPU, within the wire's rounding on a GPU."""
-    ranks = run_group(run_cases, on_both, [(scenario, *case) for case in cases])
-    return _all_alike(ranks, scenario, cases, exact=not torch.cuda.is_available(), wire=wire)
-
-
-def _all_alike(ranks, scenario, cases, exact, wire=torch.float32):
-    for index, case in enumerate(cases):
-        for results in ranks:
-            ours, theirs = results[index]["gradcomp"], results[index]["torch"]
-            bound = None if exact else partial(average, wire, 10 * len(ranks))
-            _compare(ours, theirs, bound, where=f"{scenario.__name__}{case}")
-    return [[results[index]["gradcomp"] for results in ranks] for index in range(len(cases))]
+    """Compare the classes on the rank's device, on a CPU exactly; return results by case and rank."""
+    compare = partial(assert_alike, wire=wire if torch.cuda.is_available() else None)
+    return [*zip(*run_group(run_cases, compare, [(scenario, *case) for case in cases]), strict=True)]
 
 
 def _compare(ours, theirs, bound, where):

@@ -3,14 +3,15 @@
 import collections
 import dataclasses
 import warnings
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
 import gradcomp
-from tests.parallel.beside_torch import assert_all_alike, assert_scenarios_alike, batch_of, gradients, on_both
-from tests.reducer.models import MLP, STATIC, UNUSED, Branches, ConvNet, loss_of
+from tests.parallel.beside_torch import assert_alike, batch_of, gradients
+from tests.reducer.models import MLP, STATIC, UNUSED, ConvNet, loss_of
 
 
 @dataclasses.dataclass
@@ -33,9 +34,17 @@ class Nested(nn.Module):
         first, second = self.one(pair.x), self.two(extra["y"][0])
         return {
             "dict": {"a": first, "b": [second, 3, None]},
-            "namedtuple": Pair(first, second),
-            "dataclass": Outputs(first, [second]),
+            "Pair": Pair(first, second),
+            "Outputs": Outputs(first, [second]),
         }[container]
+
+
+# The two outputs in a container, by its type's name.
+CONTAINERS = {
+    "dict": lambda outputs: (outputs["a"], outputs["b"][0]),
+    "Pair": lambda outputs: (outputs.x, outputs.y),
+    "Outputs": lambda outputs: (outputs.first, outputs.others[0]),
+}
 
 
 def nested(cls, rank, container, part, options):
@@ -44,35 +53,25 @@ def nested(cls, rank, container, part, options):
     ddp = cls(model, **options)
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
     outputs = ddp(Pair(x, None), extra={"y": [2 * x]}, container=container)
-    assert type(outputs).__name__ == {"dict": "dict", "namedtuple": "Pair", "dataclass": "Outputs"}[container]
-    first = {"dict": lambda o: o["a"], "namedtuple": lambda o: o.x, "dataclass": lambda o: o.first}[
-        container
-    ](outputs)
-    second = {"dict": lambda o: o["b"][0], "namedtuple": lambda o: o.y, "dataclass": lambda o: o.others[0]}[
-        container
-    ](outputs)
+    assert type(outputs).__name__ == container
+    first, second = CONTAINERS[container](outputs)
     loss = first.square().sum() + (second.sum() if part == "all" else 0.0)
     loss.backward()
     return gradients(model)
 
 
-def test_nested_inputs_and_outputs(run_ranks):
-    containers = ("dict", "namedtuple", "dataclass")
-    assert_all_alike(
-        run_ranks,
-        nested,
-        2,
-        [(container, "all", options) for container in containers for options in ({}, UNUSED)],
-    )
+@pytest.mark.ranks(2)
+def test_nested_inputs_and_outputs(rank):
+    for container, options in product(CONTAINERS, ({}, UNUSED)):
+        assert_alike(rank, nested, container, "all", options)
 
 
-def test_outputs_that_the_loss_leaves_out(run_ranks):
+@pytest.mark.ranks(2)
+def test_outputs_that_the_loss_leaves_out(rank):
     """With find_unused_parameters, their parameters' gradients stay None."""
-    for ranks in assert_all_alike(
-        run_ranks, nested, 2, [(container, "first", UNUSED) for container in ("dict", "namedtuple")]
-    ):
-        for results in ranks:
-            assert [gradient is None for gradient in results] == [False, False, True, True]
+    for container in ("dict", "Pair"):
+        results = assert_alike(rank, nested, container, "first", UNUSED)
+        assert [gradient is None for gradient in results] == [False, False, True, True]
 
 
 def changed_in_place(cls, rank, options):
@@ -80,35 +79,11 @@ def changed_in_place(cls, rank, options):
     model = Nested()
     ddp = cls(model, **options)
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
-    first, second = ddp(Pair(x, None), extra={"y": [x]}, container="namedtuple")
+    first, second = ddp(Pair(x, None), extra={"y": [x]}, container="Pair")
     torch.relu_(first)
     second += 1
     (first * second).sum().backward()
     return gradients(model)
-
-
-def unfinished(cls, rank, debug):
-    model = Branches()
-    ddp = cls(model)
-    loss_of(ddp(torch.ones(2, 12))).backward()
-    with pytest.raises(RuntimeError) as caught:
-        ddp(torch.ones(2, 12))
-    return str(caught.value)
-
-
-@pytest.mark.ranks(2)
-def test_an_unfinished_reduction_is_told_at_the_next_forward(rank):
-    messages = on_both(rank, unfinished, False)
-    for message in messages.values():
-        for part in (
-            "Expected to have finished reduction in the prior iteration",
-            "passing the keyword argument `find_unused_parameters=True`",
-            "`forward` function outputs participate in calculating loss",
-            "Parameter indices which did not receive grad for rank ",
-        ):
-            assert part in message
-    indices = [message.rsplit(":", 1)[1].split() for message in messages.values()]
-    assert sorted(indices[1]) == sorted(word for word in indices[0] if word.isdigit())
 
 
 def two_backwards(cls, rank):
@@ -117,7 +92,7 @@ def two_backwards(cls, rank):
     model = Nested()
     ddp = cls(model)
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
-    outputs = ddp(Pair(x, None), extra={"y": [x]}, container="namedtuple")
+    outputs = ddp(Pair(x, None), extra={"y": [x]}, container="Pair")
     outputs.x.sum().backward()
     outputs.y.square().sum().backward(retain_graph=True)
     results = [gradients(model)]
@@ -205,8 +180,11 @@ def reentrant(cls, rank, options):
     return results
 
 
-def test_all_as_torchs(run_ranks):
-    with_options = [(reentrant, {}), (reentrant, STATIC)]
-    with_options += [(changed_in_place, options) for options in ({}, UNUSED, STATIC)]
-    plain = (two_backwards, gradients_of_gradients, freeze_later, evaluate_on_one_rank)
-    assert_scenarios_alike(run_ranks, 2, *plain, *with_options)
+@pytest.mark.ranks(2)
+def test_all_as_torchs(rank):
+    for scenario in (two_backwards, gradients_of_gradients, freeze_later, evaluate_on_one_rank):
+        assert_alike(rank, scenario)
+    for options in ({}, UNUSED, STATIC):
+        assert_alike(rank, changed_in_place, options)
+    for options in ({}, STATIC):
+        assert_alike(rank, reentrant, options)

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradcomp
-from tests.parallel.beside_torch import assert_alike, assert_scenarios_alike, batch_of, flat, gradients
+from gradcomp.parallel.module import to_device
+from tests.parallel.beside_torch import assert_alike, batch_of, flat, gradients
+from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, MODELS, ConvNet, loss_of
 
 
@@ -32,21 +34,19 @@ def mixed_devices():
     return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
 
 
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
+@pytest.mark.ranks(1)
+def test_what_the_constructor_refuses(rank):
+    for make, options in (
         (frozen, {}),
         (lazy, {}),
         (mixed_devices, {}),
         (MLP, {"device_ids": [0]}),
         (MLP, {"output_device": 1}),
         (MLP, {"device_ids": [0, 1]}),
-    ],
-)
-def test_what_the_constructor_refuses(run_ranks, make, options):
-    ((error, message),) = assert_alike(run_ranks, construct, 1, make, options)
-    assert error in ("RuntimeError", "ValueError")
-    assert message
+    ):
+        error, message = assert_alike(rank, construct, make, options)
+        assert error in ("RuntimeError", "ValueError")
+        assert message
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,12 @@ def test_what_the_constructor_refuses(run_ranks, make, options):
 def test_options_not_taken_name_an_alternative(option, value, alternative):
     with pytest.raises(NotImplementedError, match=f"has no {option}: use .*{alternative}"):
         gradcomp.DistributedDataParallel(MLP(), **{option: value})
+
+
+def test_the_lengths_in_a_packed_sequence_stay_on_the_cpu():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    (moved,) = to_device([packed], torch.device("meta"))
+    assert (moved.data.is_meta, moved.batch_sizes.is_meta) == (True, False)
 
 
 def groups_and_meshes(cls, rank):
@@ -96,10 +102,11 @@ def ignoring(cls, rank):
     )
 
 
-def test_parameters_to_ignore(run_ranks):
-    first, second = assert_alike(run_ranks, ignoring, 2)
-    assert not torch.equal(first[0], second[0])
-    assert not torch.equal(first[1], second[1])
+@pytest.mark.ranks(2)
+def test_parameters_to_ignore(rank):
+    weight, mean, *_ = assert_alike(rank, ignoring)
+    for each in (weight, mean):
+        assert not torch.equal(*of_all_ranks(each))
 
 
 def without_init_sync(cls, rank):
@@ -110,8 +117,9 @@ def without_init_sync(cls, rank):
     return torch.equal(before, flat(model))
 
 
-def test_init_sync_off(run_ranks):
-    assert assert_alike(run_ranks, without_init_sync, 2) == [True, True]
+@pytest.mark.ranks(2)
+def test_init_sync_off(rank):
+    assert assert_alike(rank, without_init_sync)
 
 
 def set_static_graph(cls, rank):
@@ -127,5 +135,7 @@ def set_static_graph(cls, rank):
     return results
 
 
-def test_all_as_torchs(run_ranks):
-    assert_scenarios_alike(run_ranks, 2, groups_and_meshes, set_static_graph)
+@pytest.mark.ranks(2)
+def test_all_as_torchs(rank):
+    assert_alike(rank, groups_and_meshes)
+    assert_alike(rank, set_static_graph)

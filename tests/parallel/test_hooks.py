@@ -1,7 +1,6 @@
 """Compare gradcomp.DistributedDataParallel with torch's: hooks, and optimizers within backward."""
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 import gradcomp
 from gradcomp.hooks import default_hooks, powerSGD_hook
-from tests.parallel.beside_torch import assert_all_alike, assert_scenarios_alike, batch_of, flat, train
+from tests.parallel.beside_torch import assert_alike, batch_of, flat, train
+from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, loss_of
 
 
@@ -41,25 +41,31 @@ def refuse_hooks(cls, rank):
     return messages
 
 
-def hooks_of_torchs():
-    """Return name -> (state, hook). Each subgroup of post-localSGD has one rank."""
+def post_local_sgd():
+    """Return the state and hook. Each subgroup has one rank."""
     subgroup, _ = dist.new_subgroups(group_size=1)
-    local = torch_post_local_sgd.PostLocalSGDState(None, subgroup, start_localSGD_iter=2)
-    power = partial(torch_powersgd.PowerSGDState, None, matrix_approximation_rank=2)
-    return {
-        "allreduce": (None, torch_default.allreduce_hook),
-        "fp16": (None, torch_default.fp16_compress_hook),
-        "fp16 allreduce": (None, torch_default.fp16_compress_wrapper(torch_default.allreduce_hook)),
-        "noop": (None, torch_debugging.noop_hook),
-        "post-localSGD": (local, torch_post_local_sgd.post_localSGD_hook),
-        "powerSGD": (power(start_powerSGD_iter=2), torch_powersgd.powerSGD_hook),
-        "powerSGD, not yet": (power(start_powerSGD_iter=100), torch_powersgd.batched_powerSGD_hook),
-    }
+    state = torch_post_local_sgd.PostLocalSGDState(None, subgroup, start_localSGD_iter=2)
+    return state, torch_post_local_sgd.post_localSGD_hook
+
+
+def torchs_power_sgd(start):
+    return torch_powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=start)
+
+
+HOOKS_OF_TORCHS = {
+    "allreduce": lambda: (None, torch_default.allreduce_hook),
+    "fp16": lambda: (None, torch_default.fp16_compress_hook),
+    "fp16 allreduce": lambda: (None, torch_default.fp16_compress_wrapper(torch_default.allreduce_hook)),
+    "noop": lambda: (None, torch_debugging.noop_hook),
+    "post-localSGD": post_local_sgd,
+    "powerSGD": lambda: (torchs_power_sgd(2), torch_powersgd.powerSGD_hook),
+    "powerSGD, not yet": lambda: (torchs_power_sgd(100), torch_powersgd.batched_powerSGD_hook),
+}
 
 
 def train_with(cls, rank, name):
     """Train with one bucket, which both wrappers fill in the same order."""
-    return train(cls, rank, "MLP", {"bucket_cap_mb": 25}, hooks_of_torchs()[name])[0]
+    return train(cls, rank, "MLP", {"bucket_cap_mb": 25}, HOOKS_OF_TORCHS[name]())[0]
 
 
 def train_complex(cls, rank, name):
@@ -86,46 +92,46 @@ def train_complex(cls, rank, name):
     return torch.stack(averages)
 
 
-def test_hooks_average_complex_gradients(run_ranks):
+@pytest.mark.ranks(2)
+def test_hooks_average_complex_gradients(rank):
     names = ["none", "powerSGD", "fp16", "torch's allreduce", "torch's fp16"]
-    cases = assert_all_alike(run_ranks, train_complex, 2, [(name,) for name in names])
-    plain, full_rank = cases[0][0], cases[1][0]
+    plain, full_rank, *others = (assert_alike(rank, train_complex, name) for name in names)
     assert (full_rank - plain).abs().max() <= 1e-5 * plain.abs().max()
-    for averages in cases:
-        assert torch.equal(averages[0], averages[1])
-        assert (averages[0] - plain).abs().max() <= 2e-3 * plain.abs().max()
+    for averages in (full_rank, *others):
+        assert torch.equal(*of_all_ranks(averages))
+        assert (averages - plain).abs().max() <= 2e-3 * plain.abs().max()
 
 
-def test_torchs_hooks_have_the_same_result(run_ranks):
-    names = ("allreduce", "fp16", "fp16 allreduce", "noop", "post-localSGD", "powerSGD", "powerSGD, not yet")
-    assert_all_alike(run_ranks, train_with, 2, [(name,) for name in names])
+@pytest.mark.ranks(2)
+def test_torchs_hooks_have_the_same_result(rank):
+    for name in HOOKS_OF_TORCHS:
+        assert_alike(rank, train_with, name)
 
 
-def optimizers_in_backward(rank, inside):
-    """Train with optimizers that step in backward (torch's DDP needs an accelerator for it), or later."""
+@pytest.mark.ranks(2)
+def test_optimizers_in_backward(rank):
+    """Optimizers step once their gradients are averaged. torch's DDP needs an accelerator for this."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit warns on import
         from torch.distributed.optim import _apply_optimizer_in_backward
-    torch.manual_seed(0)
-    model = MLP()
-    if inside:
-        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    ddp = gradcomp.DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        loss_of(ddp(batch_of(model, rank, step))).backward()
-        if not inside:
-            optimizer.step()
-            optimizer.zero_grad()
-    return flat(model)
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = MLP()
+        if inside:
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        ddp = gradcomp.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss_of(ddp(batch_of(model, rank, step))).backward()
+            if not inside:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(flat(model))
+    assert torch.equal(*found)
+    assert torch.equal(*of_all_ranks(found[0]))
 
 
-def test_optimizers_in_backward(run_ranks):
-    """The optimizers step after their parameters' gradients have been averaged."""
-    first, second = run_ranks(optimizers_in_backward, 2, True)
-    assert torch.equal(first, second)
-    assert torch.equal(first, run_ranks(optimizers_in_backward, 2, False)[0])
-
-
-def test_one_rank_as_torchs(run_ranks):
-    assert_scenarios_alike(run_ranks, 1, refuse_hooks)
+@pytest.mark.ranks(1)
+def test_refused_hooks(rank):
+    assert_alike(rank, refuse_hooks)

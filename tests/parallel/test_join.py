@@ -6,15 +6,10 @@ import pytest
 import torch
 
 import gradcomp
-from tests.parallel.beside_torch import (
-    assert_alike,
-    assert_alike_in_groups,
-    assert_scenarios_alike,
-    batch_of,
-    flat,
-    gradients,
-)
+from tests.parallel.beside_torch import assert_alike, assert_alike_in_groups, batch_of, flat, gradients
+from tests.ranks import of_all_ranks
 from tests.reducer.models import CAP_MB, MLP, UNUSED, Branches, loss_of, on_device
+from tests.training import Layers
 
 
 def uneven(cls, rank, divide, options):
@@ -48,15 +43,12 @@ def without_any(cls, rank):
     return flat(model)
 
 
-def without_warnings(rank):
+@pytest.mark.ranks(2)
+def test_join_does_not_warn(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return uneven(gradcomp.DistributedDataParallel, rank, False, {})
-
-
-def test_join_does_not_warn(run_ranks):
-    first, second = run_ranks(without_warnings, 2)
-    assert torch.equal(first, second)
+        trained = uneven(gradcomp.DistributedDataParallel, rank, False, {})
+    assert torch.equal(*of_all_ranks(trained))
 
 
 def join_in_both_ways(cls, rank):
@@ -74,34 +66,26 @@ def join_in_both_ways(cls, rank):
     return results
 
 
-class OnlyOnRank1(torch.nn.Module):
-    """This model has a second layer, which only rank 1 uses."""
-
-    def __init__(self, rank):
-        super().__init__()
-        self.rank, self.first, self.second = rank, torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.second(self.first(x)) if self.rank else self.first(x)
-
-
 def static_graph_left_early(cls, rank):
     """Train on one input on rank 1, the only rank that uses the second layer, and on three on rank 0."""
     torch.manual_seed(0)
-    model = OnlyOnRank1(rank)
+    model = Layers(3, 3, 3)
     ddp = cls(model, static_graph=True)
     results = []
     with ddp.join():
         for _ in range(1 if rank else 3):
             ddp.zero_grad()
-            loss_of(ddp(torch.ones(2, 3))).backward()
+            loss_of(ddp(torch.ones(2, 3), skips=[] if rank else [1])).backward()
             results.append(gradients(model))
     return results
 
 
-def test_a_static_graph_stays_what_it_was_when_a_rank_has_left(run_ranks):
-    first, _ = assert_alike(run_ranks, static_graph_left_early, 2)
-    assert all(not gradient.any() for gradient in first[-1][2:])  # of the second layer: not None
+@pytest.mark.ranks(2)
+def test_a_static_graph_stays_what_it_was_when_a_rank_has_left(rank):
+    results = assert_alike(rank, static_graph_left_early)
+    assert rank == 1 or all(
+        not gradient.any() for gradient in results[-1][2:]
+    )  # of the second layer: not None
 
 
 def throw_early(cls, rank):
@@ -116,13 +100,15 @@ def throw_early(cls, rank):
     return None
 
 
-def test_join_that_ends_when_one_rank_ends(run_ranks):
-    for message in assert_alike(run_ranks, throw_early, 2):
-        assert "exhausted" in message
+@pytest.mark.ranks(2)
+def test_join_that_ends_when_one_rank_ends(rank):
+    assert "exhausted" in assert_alike(rank, throw_early)
 
 
-def test_all_as_torchs(run_ranks):
-    assert_scenarios_alike(run_ranks, 2, without_any, join_in_both_ways)
+@pytest.mark.ranks(2)
+def test_all_as_torchs(rank):
+    assert_alike(rank, without_any)
+    assert_alike(rank, join_in_both_ways)
 
 
 @pytest.mark.ranks(1)

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import re
 from datetime import timedelta
 
 import pytest
@@ -15,7 +14,7 @@ import gradcomp
 from tests.hooks.powersgd_runs import reload
 from tests.parallel.beside_torch import assert_alike, assert_alike_in_groups, batch_of, flat, gradients
 from tests.ranks import of_all_ranks
-from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of, on_device, run_cases
+from tests.reducer.models import CAP_MB, MLP, ConvNet, loss_of, on_device
 
 
 def reassigned_buffers(cls, rank, options):
@@ -60,45 +59,42 @@ def test_buffers_at_construction(run_group):
         assert torch.equal(ranks[0], ranks[-1]) == ("broadcast_buffers" not in options or len(ranks) == 1)
 
 
-def other_buffers(rank, change, has_buffers):
-    """Change one rank's buffers, or all ranks', before the third of four steps. Return the error."""
+def with_other_buffers(rank, change, has_buffers):
+    """Change one rank's buffers, or all ranks', before the third of four steps; return the last one's."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4) if has_buffers else nn.Tanh())
     dist.barrier()  # the ranks end the last case at unlike times
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     ddp = gradcomp.DistributedDataParallel(model, process_group=group)
-    try:
-        for step in range(4):
-            if step == 2 and change in (rank, "all"):
-                model[0].register_buffer("extra", torch.full((5,), float(rank)))
-            elif step == 2 and change == "shape":
-                model[0].register_buffer("extra", torch.zeros(5, rank + 1, dtype=torch.int64))
-            elif step == 2 and change == "removed" and rank == 1:
-                del model[1].running_var
-                model[1].running_var = torch.ones(4)
-            ddp(torch.ones(2, 4)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
+    for step in range(4):
+        if step == 2 and change in (rank, "all"):
+            model[0].register_buffer("extra", torch.full((5,), float(rank)))
+        elif step == 2 and change == "shape":
+            model[0].register_buffer("extra", torch.zeros(5, rank + 1, dtype=torch.int64))
+        elif step == 2 and change == "removed" and rank == 1:
+            del model[1].running_var
+            model[1].running_var = torch.ones(4)
+        ddp(torch.ones(2, 4)).sum().backward()
     return model[0].extra
 
 
 MEETS = "a forward whose module has other buffers than in the last one"
 
 
-def test_buffers_of_one_rank_are_named_on_all_ranks(run_ranks):
-    cases = [
+@pytest.mark.ranks(2)
+def test_buffers_of_one_rank_are_named_on_all_ranks(rank):
+    for change, has_buffers, message in [
         (0, False, rf"{MEETS}.*Buffers that have changed: 0.extra \[5\] torch.float32"),
         ("removed", True, rf"{MEETS}.*Buffers that have changed: 1.running_var \[4\] torch.float32"),
         ("shape", True, r'buffers\[0\] is "0.extra \[5, 1\] torch.int64" on rank 0 and "0.extra \[5, 2\]'),
-    ]
-    for results in run_ranks(run_cases, 2, other_buffers, [case[:2] for case in cases]):
-        for case, result in zip(cases, results, strict=True):
-            assert re.search(case[2], result), (case, result)
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            with_other_buffers(rank, change, has_buffers)
 
 
-def test_buffers_that_change_on_all_ranks_are_copied(run_ranks):
-    cases = [("all", True), ("all", False)]
-    for results in run_ranks(run_cases, 2, other_buffers, cases):
-        assert [each.tolist() for each in results] == [[0.0] * 5] * 2
+@pytest.mark.ranks(2)
+def test_buffers_that_change_on_all_ranks_are_copied(rank):
+    for has_buffers in (True, False):
+        assert with_other_buffers(rank, "all", has_buffers).tolist() == [0.0] * 5
 
 
 @pytest.mark.ranks(2)
@@ -124,11 +120,12 @@ def serialize(cls, rank, how):
     return gradients(other), list(other.state_dict())
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_average(run_ranks, how):
-    first, second = assert_alike(run_ranks, serialize, 2, how)
-    assert torch.equal(first[0][0], second[0][0])
-    assert first[1][0] == "module.0.weight"
+def test_copies_average(rank, how):
+    averaged, names = assert_alike(rank, serialize, how)
+    assert torch.equal(*of_all_ranks(averaged[0]))
+    assert names[0] == "module.0.weight"
 
 
 @pytest.mark.ranks(1)

@@ -1,11 +1,10 @@
 """Compare whole trainings with gradcomp.DistributedDataParallel and with torch's."""
 
-from contextlib import nullcontext
-
+import pytest
 import torch
 
-from tests.parallel.beside_torch import assert_alike_in_groups, assert_all_alike, batch_of, gradients, train
-from tests.reducer.models import CAP_MB, HOOKS, MLP, STATIC, UNUSED, VIEW, loss_of, on_device
+from tests.parallel.beside_torch import assert_alike, assert_alike_in_groups, train
+from tests.reducer.models import HOOKS, STATIC, UNUSED, VIEW
 
 GRID = [
     *((model, {}) for model in ("MLP", "ConvNet", "Transformer", "Embeddings", "MixedDtypes")),
@@ -34,27 +33,9 @@ def test_training_with_hooks(run_group):
         assert_alike_in_groups(run_group, train, cases, wire)
 
 
-def test_training_on_three_ranks(run_ranks):
+@pytest.mark.ranks(3)
+def test_training_on_three_ranks(rank):
     cases = [(model, {}, None, 2) for model in ("MLP", "Transformer", "ConvNet", "Embeddings")]
     cases += [("Branches", UNUSED), ("MLP", {}, HOOKS["allreduce"], 2)]
-    assert_all_alike(run_ranks, train, 3, cases, exact=False)
-
-
-def accumulated(cls, rank, options, set_to_none):
-    """Take three steps, each of three backwards."""
-    torch.manual_seed(0)
-    model, results = on_device(MLP()), []
-    ddp = cls(model, bucket_cap_mb=CAP_MB, **options)
-    for step in range(3):
-        ddp.zero_grad(set_to_none=set_to_none)
-        for part in range(3):
-            with ddp.no_sync() if part < 2 else nullcontext():
-                loss_of(ddp(batch_of(model, rank, 10 * step + part))).backward()
-        results.append(gradients(model))
-    return results
-
-
-def test_accumulated_gradients(run_group):
-    # torch's DDP raises in its first step after no_sync with static_graph.
-    cases = [(options, none) for options in ({}, VIEW, UNUSED) for none in (True, False)]
-    assert_alike_in_groups(run_group, accumulated, cases)
+    for case in cases:
+        assert_alike(rank, train, *case, wire=torch.float32)

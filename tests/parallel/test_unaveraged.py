@@ -1,12 +1,14 @@
 """Test gradients that gradcomp.DistributedDataParallel doesn't average: it raises, or agrees with torch's."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import gradcomp
-from tests.parallel.beside_torch import CLASSES, run_quietly
+from tests.parallel.beside_torch import assert_alike, gradients, run_quietly
 from tests.reducer.models import PLAIN, STATIC, UNUSED, Heads
 from tests.training import drawn
 
@@ -170,17 +172,15 @@ def autograd_grad(ddp, x):
 LOCAL = (module_itself, functional_call, functional_call_with_parameters, forward_in_no_sync, autograd_grad)
 
 
+def trained_locally(cls, rank, scenario, options):
+    torch.manual_seed(0)
+    ddp = cls(Heads(), **options)
+    scenario(ddp, drawn(5, 3, rank=rank))
+    dist.barrier()
+    return gradients(ddp)
+
+
 @pytest.mark.ranks(2)
 def test_what_torch_leaves_to_each_rank_is_left_here(rank):
-    for scenario in LOCAL:
-        for options in (PLAIN, UNUSED):
-            results = []
-            for cls in CLASSES.values():
-                torch.manual_seed(0)
-                ddp = run_quietly(lambda cls, _, options=options: cls(Heads(), **options), cls, rank)
-                scenario(ddp, drawn(5, 3, rank=rank))
-                results.append([param.grad for param in ddp.module.parameters()])
-                dist.barrier()
-            for their, our in zip(*results, strict=True):
-                assert (their is None) == (our is None), scenario.__name__
-                assert our is None or torch.equal(their, our), scenario.__name__
+    for scenario, options in product(LOCAL, (PLAIN, UNUSED)):
+        assert_alike(rank, trained_locally, scenario, options)

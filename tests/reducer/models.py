@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from gradcomp.hooks import default_hooks
+from gradcomp.parallel.module import sparse_weights
 from gradcomp.reducer import Reducer
 from tests.devices import device_of_rank
 
@@ -174,18 +175,10 @@ def loss_of(outputs):
     return nn.functional.mse_loss(outputs.float(), torch.ones_like(outputs, dtype=torch.float32))
 
 
-def sparse_params(model):
-    return [
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-
-
 def make_reducer(model, hook=None, **options):
     reducer = Reducer(
         model.named_parameters(),
-        **{"bucket_cap_mb": CAP_MB, "first_bucket_cap_mb": CAP_MB, "sparse_params": sparse_params(model)}
+        **{"bucket_cap_mb": CAP_MB, "first_bucket_cap_mb": CAP_MB, "sparse_params": sparse_weights(model)}
         | options,
     )
     if hook is not None:

@@ -1,7 +1,6 @@
 """Test that all ranks raise an error that names the option or hook, if Reducers or wrappers differ in one."""
 
 import functools
-import re
 from datetime import timedelta
 
 import pytest
@@ -11,35 +10,28 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
 
 from gradcomp import DistributedDataParallel
-from gradcomp.hooks import default_hooks, powerSGD_hook
+from gradcomp.hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradcomp.reducer import Reducer
 from tests.parallel.beside_torch import run_quietly
-from tests.ranks import of_all_ranks
 from tests.reducer.models import Embeddings, run_cases
 
-# (option, value on rank 0, value on the other ranks, message)
-OPTIONS = [
-    ("bucket_cap_mb", 1, 2, "bucket_cap_mb is 1.0 on rank 0 and 2.0 on rank"),
-    ("gradient_as_bucket_view", True, False, "gradient_as_bucket_view is true on rank 0 and false on rank"),
-    ("find_unused_parameters", False, True, "find_unused_parameters is false on rank 0 and true on rank"),
-    ("static_graph", True, False, "static_graph is true on rank 0 and false on rank"),
-    (
-        "skip_all_reduce_unused_params",
-        False,
-        True,
-        "skip_all_reduce_unused_params is false on rank 0 and true",
-    ),
-]
-OF_THE_WRAPPER = [
-    (
-        "broadcast_buffers",
-        True,
-        False,
-        r"forward_sync_buffers \(broadcast_buffers\) is true on rank 0 and false",
-    ),
-    ("forward_sync_buffers", None, False, r"forward_sync_buffers .* is true on rank 0 and false"),
-]
-OF_THE_REDUCER = [("first_bucket_cap_mb", 1, 2, "first_bucket_cap_mb is 1.0 on rank 0 and 2.0 on rank")]
+# The values on ranks 0 and 1, by the option.
+OPTIONS = {
+    "bucket_cap_mb": (1.0, 2.0),
+    "gradient_as_bucket_view": (True, False),
+    "find_unused_parameters": (False, True),
+    "static_graph": (True, False),
+    "skip_all_reduce_unused_params": (False, True),
+}
+OF_THE_WRAPPER = {"broadcast_buffers": (True, False), "forward_sync_buffers": (True, False)}
+OF_THE_REDUCER = {"first_bucket_cap_mb": (1.0, 2.0)}
 
 
 def said_by(function, *arguments):
@@ -60,48 +52,46 @@ def construct(rank, of_the_wrapper, options):
 @pytest.mark.ranks(2)
 def test_other_options(rank):
     for of_the_wrapper, others in ((True, OF_THE_WRAPPER), (False, OF_THE_REDUCER)):
-        for name, first, second, message in OPTIONS + others:
-            with pytest.raises(RuntimeError, match=message):
-                construct(rank, of_the_wrapper, {name: second if rank else first})
+        for name, values in (OPTIONS | others).items():
+            first, second = (str(value).lower() for value in values)
+            with pytest.raises(RuntimeError, match=f"{name}.* is {first} on rank 0 and {second} on rank 1"):
+                construct(rank, of_the_wrapper, {name: values[rank]})
 
 
 @pytest.mark.ranks(2)
-def test_other_sparse_parameters_and_buffers(rank):
-    """Construct with different sparse parameters, different buffers, and equal options of other types."""
+def test_other_sparse_parameters(rank):
+    """Construct with different sparse parameters, and with equal options of other types."""
     model = Embeddings()
     sparse = [] if rank else [model.sparse.weight]
-    messages = [said_by(lambda: Reducer(model.named_parameters(), sparse_params=sparse))]
-    model = nn.Linear(3, 3)
-    model.register_buffer("count", torch.zeros(3 + rank))
-    messages.append(said_by(DistributedDataParallel, model))
+    with pytest.raises(RuntimeError, match="the number of sparse parameters is 1 on rank 0 and 0 on rank 1"):
+        Reducer(model.named_parameters(), sparse_params=sparse)
     Reducer(model.parameters(), bucket_cap_mb=1.0 if rank else 1, find_unused_parameters=1 if rank else True)
-    sparse, buffers = messages
-    assert "the number of sparse parameters is 1 on rank 0 and 0 on rank 1" in sparse
-    assert 'buffers[0] is "count [3] torch.float32" on rank 0 and "count [4]' in buffers
 
 
 class MyHook:
     """This hook is an instance, whose repr has an address."""
 
     def __call__(self, state, bucket):
-        return default_hooks.allreduce_hook(None, bucket)
+        return allreduce_hook(None, bucket)
 
 
-def one_hook(rank, hooks):
-    """Take a first step with the (state, hook) of this rank; return the message, or None and the gradient."""
+def one_hook(rank, state, hook):
+    """Take a first step; return the message, or the gradient."""
     model = nn.Linear(3, 3)
     reducer = Reducer(model.parameters())
-    chosen = hooks(rank)
-    if chosen is not None:
-        reducer.register_comm_hook(*chosen)
-    nn.init.ones_(model.weight)
+    if hook is not None:
+        reducer.register_comm_hook(state, hook)
     said = said_by(model(torch.full((1, 3), rank + 1.0)).sum().backward)
     reducer.close()
     return said if said != "nothing" else model.weight.grad
 
 
-def power(rank, **options):
-    return powerSGD_hook.PowerSGDState(None, 1, 2, **options)
+def power(process_group=None):
+    return PowerSGDState(process_group, 1, 2)
+
+
+def named(hook):
+    return "null" if hook is None else f'"{hook.__module__}.{hook.__qualname__}"'
 
 
 def of_a_subgroup():
@@ -110,91 +100,71 @@ def of_a_subgroup():
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
+# Of ranks 0 and 1.
 HOOKS = [
-    (
-        lambda rank: (None, (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)[rank]),
-        r'hook is "gradcomp\.hooks\.default_hooks\.fp16_compress_hook" on rank 0 '
-        r'and .*bf16_compress_hook" on rank 1',
-    ),
-    (lambda rank: (None, default_hooks.fp16_compress_hook) if rank else None, "hook is null on rank 0 and "),
-    (
-        lambda rank: (None, (default_hooks.fp16_compress_hook, torch_default.fp16_compress_hook)[rank]),
-        r'"torch\.distributed\.algorithms\.ddp_comm_hooks\.default_hooks\.fp16_compress_hook" on rank 1',
-    ),
-    (
-        lambda rank: (power(rank), (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook)[rank]),
-        r"powerSGD_hook\.powerSGD_hook\" on rank 0 and .*batched_powerSGD_hook\" on rank 1",
-    ),
-    (
-        lambda rank: (
-            power(rank),
-            (default_hooks.fp16_compress_wrapper, default_hooks.bf16_compress_wrapper)[rank](
-                powerSGD_hook.powerSGD_hook
-            ),
-        ),
-        r"fp16_compress_wrapper\(powerSGD_hook\)\" on rank 0 "
-        r"and .*bf16_compress_wrapper\(powerSGD_hook\)\" on rank 1",
-    ),
-    (
-        lambda rank: ({} if rank else None, MyHook()),
-        r"the state's type is null on rank 0 and \"builtins.dict\"",
-    ),
+    (fp16_compress_hook, bf16_compress_hook),
+    (None, fp16_compress_hook),
+    (fp16_compress_hook, torch_default.fp16_compress_hook),
+    (powerSGD_hook, batched_powerSGD_hook),
+    (fp16_compress_wrapper(powerSGD_hook), bf16_compress_wrapper(powerSGD_hook)),
 ]
 ALIKE = [
-    lambda rank: None,
+    lambda rank: (None, None),
     lambda rank: ({"rank": rank}, MyHook()),
     lambda rank: (None, functools.partial(MyHook())),
-    lambda rank: (None, functools.partial(default_hooks.allreduce_hook)),
-    lambda rank: (None, default_hooks.fp16_compress_wrapper(MyHook())),
-    lambda rank: (dist.group.WORLD if rank else None, default_hooks.allreduce_hook),
+    lambda rank: (None, functools.partial(allreduce_hook)),
+    lambda rank: (None, fp16_compress_wrapper(MyHook())),
+    lambda rank: (dist.group.WORLD if rank else None, allreduce_hook),
 ]
 
 
 @pytest.mark.ranks(2)
 def test_other_hooks(rank):
-    for hooks, message in HOOKS:
-        assert re.search(message, one_hook(rank, hooks))
+    for first, second in HOOKS:
+        state = power() if "powerSGD" in named(first) else None
+        message = one_hook(rank, state, (first, second)[rank])
+        assert f"hook is {named(first)} on rank 0 and {named(second)} on rank 1" in message
+    message = one_hook(rank, {} if rank else None, MyHook())
+    assert 'the state\'s type is null on rank 0 and "builtins.dict"' in message
 
 
 @pytest.mark.ranks(2)
 def test_hooks_that_are_the_same(rank):
     """Instances and partials, the default group given as None, and states without a group are the same."""
     for hooks in ALIKE:
-        assert torch.equal(one_hook(rank, hooks), torch.full((3, 3), 1.5))
+        assert torch.equal(one_hook(rank, *hooks(rank)), torch.full((3, 3), 1.5))
+
+
+def step_with(state, hook, group):
+    """Take a step of a Reducer; return it, its parameter, and the message."""
+    reducer = Reducer([param := nn.Parameter(torch.full((2,), float(dist.get_rank())))], group)
+    reducer.register_comm_hook(state, hook)
+    return reducer, param, said_by(param.square().sum().backward)
 
 
 @pytest.mark.ranks(3)
 def test_a_hook_of_another_group(rank):
     """Take a step where rank 2 of three isn't in the reducer's group, or in the hook's, or has left that."""
     pair = of_a_subgroup()
-    messages = []
-    for state in (power(rank), None, dist.group.WORLD):
-        hook = default_hooks.fp16_compress_hook if not state or state is dist.group.WORLD else None
-        if rank < 2:
-            reducer = Reducer(nn.Linear(3, 3).parameters(), pair)
-            reducer.register_comm_hook(state, hook or powerSGD_hook.powerSGD_hook)
-            messages.append(said_by(sum(param.sum() for param in reducer._params).backward))
     if rank < 2:
-        state, reducer = power(rank), Reducer(nn.Linear(3, 3).parameters(), pair)
-        state.process_group = pair
-        reducer.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        sum(param.sum() for param in reducer._params).backward()
+        messages = [
+            step_with(state, hook, pair)[2]
+            for state, hook in (
+                (power(), powerSGD_hook),
+                (None, fp16_compress_hook),
+                (dist.group.WORLD, fp16_compress_hook),
+            )
+        ]
+        state = power(pair)
+        _kept, param, said = step_with(state, powerSGD_hook, pair)
+        assert said == "nothing"
         state.process_group = None
-        messages.append(said_by(sum(param.sum() for param in reducer._params).backward))
-    reducer = Reducer(nn.Linear(3, 3).parameters())
-    reducer.register_comm_hook(pair, default_hooks.fp16_compress_hook)
-    messages.append(said_by(sum(param.sum() for param in reducer._params).backward))
-    same = dist.new_group(range(3))
-    reducer = Reducer([param := nn.Parameter(torch.full((2,), float(rank)))], same)
-    reducer.register_comm_hook(None, default_hooks.allreduce_hook)
-    param.square().sum().backward()
-    results = of_all_ranks((messages, param.grad))
-    for messages, gradient in results:
-        assert torch.equal(gradient, torch.full((2,), 2.0))
-        for message in messages[:-1]:
+        for message in (*messages, said_by(param.square().sum().backward)):
             assert "averages over the ranks [0, 1, 2], but the parameters are averaged over [0, 1]" in message
-        assert 'process group is "ranks [0, 1]" on ranks 0, 1 and "ranks [0, 1, 2]" on rank 2' in messages[-1]
-    assert [len(messages) for messages, _ in results] == [5, 5, 1]
+    *_, message = step_with(pair, fp16_compress_hook, None)
+    assert 'process group is "ranks [0, 1]" on ranks 0, 1 and "ranks [0, 1, 2]" on rank 2' in message
+    _, param, said = step_with(None, allreduce_hook, dist.new_group(range(3)))
+    assert (said, param.grad.tolist()) == ("nothing", [2.0, 2.0])
 
 
 def collectives(rank, cls, options):
@@ -205,7 +175,7 @@ def collectives(rank, cls, options):
     model = nn.Linear(3, 3)
     reducer = Reducer(model.parameters(), **options) if cls is Reducer else cls(model, **options)
     counts = [len(counted)]
-    reducer.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    reducer.register_comm_hook(None, fp16_compress_hook)
     for _ in range(3):
         (model if cls is Reducer else reducer)(torch.ones(1, 3)).sum().backward()
         counts.append(len(counted))
@@ -221,7 +191,7 @@ def test_hooks_are_compared_once(run_ranks):
         (DistributedDataParallel, {"init_sync": False}),
     ]
     for results in run_ranks(run_cases, 2, collectives, cases):
-        assert results == [[2, 3, 3, 3], [0, 1, 1, 1], [3, 4, 4, 4], [0, 1, 1, 1]]
+        assert results == [[1, 2, 2, 2], [0, 1, 1, 1], [2, 3, 3, 3], [0, 1, 1, 1]]
 
 
 @pytest.mark.ranks(2)

@@ -10,32 +10,26 @@ from gradcomp.comm.bucket import GradBucket
 from gradcomp.reducer.bucket import Bucket, assign_buckets
 
 
-def test_types_do_not_mix_and_buckets_come_when_they_are_full():
-    types = ["a", "b", "a", "b", "a"]
-    assert assign_buckets([4] * 5, types, (8, 8)) == [[0, 2], [1, 3], [4]]
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from("ab")), max_size=30), st.integers(1, 60))
-def test_every_tensor_is_in_one_bucket(tensors, cap):
-    sizes, types = [size for size, _ in tensors], [type_ for _, type_ in tensors]
-    buckets = assign_buckets(sizes, types, (cap, 2 * cap))
-    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
-    for bucket in buckets:
-        assert bucket == sorted(bucket)
-        assert len({types[index] for index in bucket}) == 1
-        assert sum(sizes[index] for index in bucket[:-1]) < 2 * cap
-    assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 240), st.integers(1, 240))
-def test_buckets_are_those_of_torchs_ddp(numels, first_cap, cap):
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.sampled_from([torch.float32, torch.float64])),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(1, 240),
+    st.integers(1, 240),
+)
+def test_buckets_are_those_of_torchs_ddp(tensors, first_cap, cap):
     """A hook sees equal buckets on both, so the state that it keeps per bucket fits both."""
-    tensors = [torch.empty(numel) for numel in numels]
-    in_order = list(range(len(tensors)))
-    theirs, _ = dist._compute_bucket_assignment_by_size(
-        tensors, [first_cap, cap], [False] * len(tensors), in_order
+    tensors = [torch.empty(numel, dtype=dtype) for numel, dtype in tensors]
+    ours = assign_buckets(
+        [each.nbytes for each in tensors], [each.dtype for each in tensors], (first_cap, cap)
     )
-    assert assign_buckets([4 * numel for numel in numels], ["a"] * len(tensors), (first_cap, cap)) == theirs
+    theirs, _ = dist._compute_bucket_assignment_by_size(
+        tensors, [first_cap, cap], [False] * len(tensors), list(range(len(tensors)))
+    )
+    assert sorted(ours) == sorted(theirs)  # torch's leave the last buckets of several dtypes in no order
+    assert [bucket[-1] for bucket in ours] == sorted(bucket[-1] for bucket in ours)
 
 
 def parameters():

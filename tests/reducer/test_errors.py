@@ -1,6 +1,8 @@
 """Test the Reducer's errors when it is used wrongly."""
 
 import os
+import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -17,40 +19,47 @@ from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, PLAIN, STATIC, UNUSED, Branches, Embeddings, loss_of, make_reducer
 
 
+def model_of(change, rank):
+    """Return a model that is another one on rank 1."""
+    if change == "frozen":
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[rank].requires_grad_(False)
+        return model
+    model = MLP()
+    if rank == 1:
+        model.append(nn.Linear(3, 3)) if change == "number" else None
+        model[2] = nn.Linear(65, 64) if change == "shape" else model[2]
+        model = model.double() if change == "dtype" else model
+        model[2].weight.data = model[2].weight.data.t() if change == "layout" else model[2].weight.data
+    return model
+
+
+# By the change: the values of ranks 0 and 1, and their place in the list of parameters.
+DIFFERENT = {
+    "number": ("6", "8", None),
+    "shape": ('["2.weight", [64, 64], "torch.float32"]', '["2.weight", [64, 65], "torch.float32"]', 2),
+    "dtype": ('["0.weight", [64, 20], "torch.float32"]', '["0.weight", [64, 20], "torch.float64"]', 0),
+    "layout": (
+        '["2.weight", [64, 64], "torch.float32"]',
+        '["2.weight", [64, 64], "torch.float32", [1, 64]]',
+        2,
+    ),
+    "frozen": ('["1.weight", [8, 8], "torch.float32"]', '["0.weight", [8, 8], "torch.float32"]', 0),
+}
+
+
 @pytest.mark.ranks(2)
 def test_ranks_with_different_models(rank):
-    messages = []
-    for change in ("number", "shape", "dtype", "layout", "frozen"):
-        model = MLP()
-        if rank == 1:
-            model.append(nn.Linear(3, 3)) if change == "number" else None
-            model[2] = nn.Linear(65, 64) if change == "shape" else model[2]
-            model = model.double() if change == "dtype" else model
-            model[2].weight.data = model[2].weight.data.t() if change == "layout" else model[2].weight.data
-        if change == "frozen":
-            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-            model[rank].requires_grad_(False)
+    for change, (first, second, place) in DIFFERENT.items():
         with pytest.raises(RuntimeError) as caught:
-            make_reducer(model)
-        messages.append(str(caught.value))
-    first, second = of_all_ranks(messages)
-    assert first == second
-    number, shape, dtype, layout, frozen = first
-    for message in first:
-        assert message.startswith("the ranks have different models: ")
-        assert message.endswith("Build the same model on every rank")
-    parameters = "parameters that require gradients"
-    assert f"the number of {parameters} is 6 on rank 0 and 8 on rank 1" in number
-    of_rank = '["{}", {}, "torch.{}"] on rank {}'.format
-    two, zero = f"{parameters}[2] is ", f"{parameters}[0] is "
-    wide, narrow = of_rank("2.weight", [64, 64], "float32", 0), of_rank("2.weight", [64, 65], "float32", 1)
-    assert f"{two}{wide} and {narrow}" in shape
-    transposed = '["2.weight", [64, 64], "torch.float32", [1, 64]] on rank 1'
-    assert f"{two}{wide} and {transposed}" in layout
-    single, double = of_rank("0.weight", [64, 20], "float32", 0), of_rank("0.weight", [64, 20], "float64", 1)
-    assert f"{zero}{single} and {double}" in dtype
-    one, other = of_rank("1.weight", [8, 8], "float32", 0), of_rank("0.weight", [8, 8], "float32", 1)
-    assert f"{zero}{one} and {other}" in frozen
+            make_reducer(model_of(change, rank))
+        said, other = of_all_ranks(str(caught.value))
+        parameters = "parameters that require gradients"
+        what = f"the number of {parameters}" if place is None else f"{parameters}[{place}]"
+        assert said == other
+        assert said.startswith("what the Reducer was given differs between the ranks: ")
+        assert f"{what} is {first} on rank 0 and {second} on rank 1" in said
+        assert "Build the same model on every rank, and give" in said
 
 
 @pytest.mark.ranks(2)
@@ -68,6 +77,7 @@ def test_a_backward_that_does_not_reach_all_parameters(rank):
         assert "never.weight, never.bias" in message
         assert "`find_unused_parameters=True`" in message
         assert "`forward` function outputs participate in calculating loss" in message
+        assert message.endswith(f"Parameter indices which did not receive grad for rank {rank}: 2 3 4 5 8 9")
 
 
 class Breaks(torch.autograd.Function):
@@ -175,7 +185,9 @@ def test_the_step_after_an_error_waits_for_what_is_under_way(rank, as_view):
         assert off < 0.02, name
 
 
-def static_reentrant(rank, prepared):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_static_graph_with_reentrant_checkpointing_needs_the_outputs(rank, prepared):
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     kept = make_reducer(model, static_graph=True)
@@ -183,72 +195,63 @@ def static_reentrant(rank, prepared):
         model.zero_grad()
         x = torch.full((1, 4), rank + step + 1.0, requires_grad=True)
         output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True)
-        if prepared:
-            kept.prepare_for_backward(output)
-        try:
-            output.sum().backward()
-        except RuntimeError as error:
-            return str(error)
-    kept.close()
-    return model.weight.grad
-
-
-def test_a_static_graph_with_reentrant_checkpointing_needs_the_outputs(run_ranks):
-    for message in run_ranks(static_reentrant, 2, False):
-        assert "prepare_for_backward(outputs) was not called" in message
-    for gradient in run_ranks(static_reentrant, 2, True):
-        assert torch.equal(gradient, torch.full((4, 4), 2.5))
+        if not prepared:
+            with pytest.raises(RuntimeError, match=r"prepare_for_backward\(outputs\) was not called"):
+                output.sum().backward()
+            return
+        kept.prepare_for_backward(output)
+        output.sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 2.5))
 
 
 @pytest.mark.ranks(1)
-def test_find_unused_parameters_needs_the_outputs(rank):
-    model = MLP()
-    kept = make_reducer(model, find_unused_parameters=True)
-    with pytest.raises(RuntimeError, match="prepare_for_backward"):
-        loss_of(model(torch.randn(3, 20))).backward()
-    assert kept._names[0] == "0.weight"
-
-
-@pytest.mark.ranks(1)
-def test_sparse_gradients_have_to_be_declared(rank):
-    model = Embeddings()
-    kept = make_reducer(model, sparse_params=[])
-    with pytest.raises(RuntimeError, match=r"sparse.weight has a sparse gradient.*sparse_params"):
-        loss_of(model(torch.randint(0, 30, (5, 4)))).backward()
-    assert len(kept._names) == 4
+def test_what_has_to_be_declared(rank):
+    tokens = torch.randint(0, 30, (5, 4))
+    for model, inputs, options, message in [
+        (MLP(), torch.randn(3, 20), UNUSED, "prepare_for_backward"),
+        (Embeddings(), tokens, {"sparse_params": []}, r"sparse.weight has a sparse gradient.*sparse_params"),
+    ]:
+        kept = make_reducer(model, **options)
+        with pytest.raises(RuntimeError, match=message):
+            loss_of(model(inputs)).backward()
+        kept.close()
 
 
 @pytest.mark.ranks(1)
 def test_arguments(rank):
-    frozen = MLP().requires_grad_(False)
-    with pytest.raises(ValueError, match="no parameter that requires gradients"):
-        Reducer(frozen.parameters())
-    with pytest.raises(TypeError, match="got 'weight'"):
-        Reducer(["weight"])
-    model = MLP()
-    for wrong, message in [
-        (model, r"takes model\.parameters\(\) or model\.named_parameters\(\), got an object of type Linear"),
-        (dict(model.named_parameters()), "got '0.weight'. Likely cause: the module itself"),
-        (model[0].weight, r"got a tensor of shape \(64, 20\)"),
-        (model.parameters, "got an object of type method.* without its parentheses"),
-        ([(param, name) for name, param in model.named_parameters()], "got an object of type tuple"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            Reducer(wrong)
-    with pytest.raises(ValueError, match="number 0 is computed from other tensors"):
-        Reducer([model[0].weight * 2])
-    with pytest.raises(ValueError, match=r"used up by an optimizer: call it again"):
-        Reducer(iter([]))
-    reducer = Reducer(model.parameters())
-    with pytest.raises(TypeError, match=r"must be callable\. register_comm_hook takes \(state, hook\)"):
-        reducer.register_comm_hook(default_hooks.allreduce_hook, None)
+    model, no_member = MLP(), dist.GroupMember.NON_GROUP_MEMBER
+    named = [*model.named_parameters()]
+    refused = [
+        (
+            TypeError,
+            model,
+            "takes model.parameters() or model.named_parameters(), got an object of type Linear",
+        ),
+        (TypeError, dict(named), "got '0.weight'. Likely cause: the module itself"),
+        (TypeError, model[0].weight, "got a tensor of shape (64, 20)"),
+        (TypeError, model.parameters, "got an object of type method. Likely cause"),
+        (TypeError, [(param, name) for name, param in named], "got an object of type tuple"),
+        (TypeError, ["weight"], "got 'weight'"),
+        (ValueError, [model[0].weight * 2], "number 0 is computed from other tensors"),
+        (ValueError, iter([]), "used up by an optimizer: call it again"),
+        (ValueError, MLP().requires_grad_(False).parameters(), "no parameter that requires gradients"),
+    ]
+    for wrapper in (nn.parallel.DistributedDataParallel(MLP()), DistributedDataParallel(MLP())):
+        message = "in which a DistributedDataParallel averages gradients already: register the hook there"
+        refused += [(ValueError, wrapper.named_parameters(), f"of a DistributedDataParallel {message}")]
+        refused += [(ValueError, nn.Sequential(wrapper).parameters(), f"of a Sequential {message}")]
+    for error, params, message in refused:
+        with pytest.raises(error, match=re.escape(message)):
+            Reducer(params)
     for cap in (None, "25", -1, float("nan")):
         with pytest.raises(ValueError, match=f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}"):
-            Reducer(MLP().parameters(), bucket_cap_mb=cap)
+            Reducer(named, bucket_cap_mb=cap)
     with pytest.raises(TypeError, match=r"process_group, got -100\. .* this rank is not in the group"):
-        Reducer(MLP().parameters(), torch.distributed.GroupMember.NON_GROUP_MEMBER)
-    shared = nn.Parameter(torch.zeros(3))
-    assert len(Reducer([shared, shared])._params) == 1
+        Reducer(named, no_member)
+    reducer = Reducer([model[0].weight, model[0].weight])
+    assert len(reducer._params) == 1
+    with pytest.raises(TypeError, match=r"must be callable\. register_comm_hook takes \(state, hook\)"):
+        reducer.register_comm_hook(default_hooks.allreduce_hook, None)
 
 
 def test_no_process_group():
@@ -294,42 +297,45 @@ def test_parameters_that_are_unfrozen_later(rank, options):
         assert torch.equal(*of_all_ranks(torch.cat([each.grad.flatten() for each in averaged])))
 
 
-def one_step_with(hook):
-    model = MLP()
-    reducer = make_reducer(model)
-    reducer.register_comm_hook(None, hook)
+@pytest.mark.ranks(2)
+def test_a_rank_that_leaves_a_backward_out(rank):
+    """tests/comm/test_missing_rank.py has ranks that end."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model, store = MLP(), dist.distributed_c10d._get_default_store()
+    kept = make_reducer(model, process_group=group)
     loss_of(model(torch.randn(3, 20))).backward()
+    if rank == 1:
+        store.wait(["rank 0 has ended"], timedelta(seconds=30))
+        return
+    with pytest.raises(
+        RuntimeError, match=r"(?s)^rank 0 of 2 could not average bucket [01] with .*[Tt]imed? ?out"
+    ) as raised:
+        loss_of(model(torch.randn(3, 20))).backward()
+    assert str(raised.value).endswith("Look for the first error in the output of the other ranks")
+    kept.close()
+    store.set("rank 0 has ended", "")
+
+
+def holding(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def raising(state, bucket):
+    raise ZeroDivisionError("in the hook")
 
 
 @pytest.mark.ranks(1)
 def test_hooks_that_are_wrong(rank):
-    messages = []
-
-    def holding(value):
-        future = torch.futures.Future()
-        future.set_result(value)
-        return future
-
-    def raising(state, bucket):
-        raise ZeroDivisionError("in the hook")
-
-    for hook in (
-        lambda state, bucket: bucket.buffer(),
-        lambda state, bucket: holding("text"),
-        lambda state, bucket: holding(bucket.buffer()[:-1]),
-        raising,
-    ):
-        with pytest.raises((RuntimeError, ZeroDivisionError)) as caught:
-            one_step_with(hook)
-        messages.append(f"{type(caught.value).__name__}: {caught.value}")
-    reducer = make_reducer(MLP())
-    with pytest.raises(TypeError, match="must be callable"):
-        reducer.register_comm_hook(None, "hook")
-    reducer.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(RuntimeError, match="can only be called once"):
-        reducer.register_comm_hook(None, default_hooks.allreduce_hook)
-    (no_future, text, short, raised) = messages
-    assert "returned Tensor, but must return a torch.futures.Future" in no_future
-    assert "holds str, but a bucket of 4355 elements must come back" in text
-    assert "elements must come back" in short
-    assert raised == "ZeroDivisionError: in the hook"
+    for hook, message in [
+        (lambda state, bucket: bucket.buffer(), "returned Tensor, but must return a torch.futures.Future"),
+        (lambda state, bucket: holding("text"), "holds str, but a bucket of 4355 elements must come back"),
+        (lambda state, bucket: holding(bucket.buffer()[:-1]), "elements must come back"),
+        (raising, "^in the hook$"),
+    ]:
+        model = MLP()
+        reducer = make_reducer(model)
+        reducer.register_comm_hook(None, hook)
+        with pytest.raises((RuntimeError, ZeroDivisionError), match=message):
+            loss_of(model(torch.randn(3, 20))).backward()

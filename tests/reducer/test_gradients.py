@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gradcomp.reducer import Reducer
-from gradcomp.reducer import step as module_of_used_map
+from gradcomp.reducer.step import StaticGraph
+from tests.parallel.beside_torch import gradients
 from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, Branches, loss_of, make_reducer, on_device
 from tests.tolerances import average, backward_noise
@@ -85,24 +86,15 @@ def test_close_and_construct_again(rank):
 @pytest.mark.parametrize("options", [{}, VIEW], ids=str)
 def test_a_static_graph_asks_once_which_parameters_no_rank_uses(rank, options):
     """Train a static graph that differs between ranks."""
-    asked, results = [], []
-    used_map = module_of_used_map.UsedMap
-    module_of_used_map.UsedMap = lambda *arguments: asked.append(arguments) or used_map(*arguments)
+    asked, results, exchanged = [], [], StaticGraph._exchanged
+    StaticGraph._exchanged = lambda *arguments: asked.append(arguments) or exchanged(*arguments)
     torch.manual_seed(0)
     model = Branches()
     kept = make_reducer(model, **STATIC, **options)
     for _ in range(3):
         model.zero_grad()
         loss_of(model(torch.full((5, 12), 0.05 + 0.1 * rank))).backward()
-        results.append(
-            (
-                [
-                    each if each is None else each.clone()
-                    for each in (param.grad for param in model.parameters())
-                ],
-                len(asked),
-            )
-        )
+        results.append((gradients(model), len(asked)))
     kept.close()
     first, second = of_all_ranks(results)
     unused_by_all = [name.startswith(("branches.2", "never")) for name, _ in Branches().named_parameters()]

@@ -2,58 +2,44 @@
 
 import pytest
 import torch
-from torch import nn
 
-import gradcomp
 from gradcomp.hooks import default_hooks
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradcomp.reducer import Reducer
 from tests.reducer.models import PLAIN, STATIC, UNUSED, VIEW
+from tests.training import Averaged, Given, power_sgd
 
 NUM_STEPS = 4
+SHAPES = (16, 8, 2, 2), (32, 32), (7,), (5,)  # of a kernel, a square matrix, a vector, an unused one
 
 
-class Given(nn.Module):
-    """A model whose gradients are given: a kernel's, a square matrix's, a vector's, an unused one's."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        shapes = ((16, 8, 2, 2), (32, 32), (7,), (5,))
-        self.params = nn.ParameterList(nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes)
-
-    def forward(self, gradients):
-        used = zip(self.params, gradients, strict=False)
-        return sum((param * gradient).sum() for param, gradient in used).real
-
-    def gradients(self, rank, step):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        shapes = [param.shape for param in self.params][:3]
-        return [torch.randint(1, 9, shape, generator=generator).to(self.params[0].dtype) for shape in shapes]
+def gradients(rank, step, dtype):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return [torch.randint(1, 9, shape, generator=generator).to(dtype) for shape in SHAPES[:3]]
 
 
 def data(model):
-    for param in model.params:
+    for param in model.weights:
         param.grad.data = param.grad.data.clone()
 
 
 def data_of_other_strides(model):
-    for param in model.params:
+    for param in model.weights:
         order = tuple(reversed(range(param.dim())))
         param.grad.data = param.grad.permute(order).contiguous().permute(order)
 
 
 def one_of_several(model):
-    model.params[1].grad.data = model.params[1].grad.clone()
+    model.weights[1].grad.data = model.weights[1].grad.clone()
 
 
 def set_storage(model):
-    for param in model.params:
+    for param in model.weights:
         param.grad.set_(param.grad.clone())
 
 
 def assigned(model):
-    for param in model.params:
+    for param in model.weights:
         param.grad = param.grad.clone()
 
 
@@ -66,23 +52,23 @@ def applied(model):
 
 
 def parameters_data(model):
-    for param in model.params:
+    for param in model.weights:
         param.data = param.data.clone()
 
 
 def same(model):
-    model.to(model.params[0].dtype).to("cpu")
+    model.to(model.weights[0].dtype).to("cpu")
 
 
 def dropped(model):
     """Keep the views, take them from the parameters, and write to them elsewhere."""
-    for param in model.params:
+    for param in model.weights:
         view, param.grad = param.grad, None
         view.data = torch.full_like(view, 99)
 
 
 def own_memory_transposed(model):
-    model.params[1].grad.data = model.params[1].grad.t()
+    model.weights[1].grad.data = model.weights[1].grad.t()
 
 
 MEDDLING = (
@@ -103,57 +89,46 @@ def moved_by_the_hook(state, bucket):
     return future
 
 
-def hook_of(name):
-    if name == "moved":
-        return None, moved_by_the_hook
-    if name == "int4":
-        return QuantizationState(None, 4), quantization_hook
-    return PowerSGDState(None, 2, start_powerSGD_iter=2), powerSGD_hook
+HOOKS = {
+    None: lambda: (None, None),
+    "moved": lambda: (None, moved_by_the_hook),
+    "int4": lambda: (QuantizationState(None, 4), quantization_hook),
+    "psgd": lambda: (power_sgd(), powerSGD_hook),
+}
 
 
 def train(rank, meddle, wrapped, options, hook, dtype, accumulates=False, keeps=True):
     """Return every step's gradients, and whether all are in the buckets' memory in the end."""
     torch.manual_seed(0)
-    model = Given(dtype)
-    options = {"bucket_cap_mb": 0.002, "first_bucket_cap_mb": 0.001} | options
     unused = bool(options.get("find_unused_parameters") or options.get("static_graph"))
-    if wrapped:
-        options.pop("first_bucket_cap_mb")
-        call = gradcomp.DistributedDataParallel(model, **options)
-        reducer = call.reducer
-    else:
-        reducer, call = Reducer(model.named_parameters(), **options), model
-    if hook is not None:
-        (call if wrapped else reducer).register_comm_hook(*hook_of(hook))
+    caps = {"bucket_cap_mb": 0.002} | ({} if wrapped else {"first_bucket_cap_mb": 0.001})
+    state, hook = HOOKS[hook]()
+    way = "gradcomp" if wrapped else "reducer"
+    model = Averaged(module := Given(*SHAPES, dtype=dtype), way, hook, state, **caps, **options)
 
     def backward(step):
-        gradients = model.gradients(rank, step)
-        outputs = call(gradients if unused else [*gradients, torch.ones(5, dtype=dtype)])
-        if not wrapped:
-            reducer.prepare_for_backward(outputs)
-        outputs.backward()
-
-    def disturb():
-        if meddle is not None:
-            meddle(model)
+        given = gradients(rank, step, dtype)
+        model(given if unused else [*given, torch.ones(5, dtype=dtype)]).backward()
 
     results = []
     for step in range(NUM_STEPS):
         if step:
-            model.zero_grad(set_to_none=not keeps)
+            module.zero_grad(set_to_none=not keeps)
         elif unused:
-            model.params[3].grad = torch.arange(5).to(dtype)
+            module.weights[3].grad = torch.arange(5).to(dtype)
         if step == 2 and accumulates:
-            with (call if wrapped else reducer).no_sync():
+            with model.no_sync():
                 backward(step + 50)
-            disturb()
+            if meddle is not None:
+                meddle(module)
         backward(step)
-        results.append([param.grad.clone() for param in model.params])
-        if step < NUM_STEPS - 1:
-            disturb()
+        results.append([param.grad.clone() for param in module.weights])
+        if step < NUM_STEPS - 1 and meddle is not None:
+            meddle(module)
+    reducer = model.averager.reducer if wrapped else model.averager
     storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in reducer.communicator.buckets}
     reducer.close()
-    return results, all(param.grad.untyped_storage().data_ptr() in storages for param in model.params)
+    return results, all(param.grad.untyped_storage().data_ptr() in storages for param in module.weights)
 
 
 FLOAT = torch.float32
@@ -186,19 +161,19 @@ def test_averages_do_not_depend_on_where_gradients_are(rank):
 
 
 def of_another_dtype(model):
-    model.params[0].grad.data = model.params[0].grad.to(torch.bfloat16)
+    model.weights[0].grad.data = model.weights[0].grad.to(torch.bfloat16)
 
 
 def of_another_shape(model):
-    model.params[2].grad.data = torch.zeros(2, 7)
+    model.weights[2].grad.data = torch.zeros(2, 7)
 
 
 def shared(model):
-    model.params[2].grad.data = model.params[1].grad.view(-1)[:7]
+    model.weights[2].grad.data = model.weights[1].grad.view(-1)[:7]
 
 
 def converted(model):
-    model.params[2].data = model.params[2].double()
+    model.weights[2].data = model.weights[2].double()
 
 
 def overwritten(model):
@@ -210,10 +185,10 @@ def overwritten(model):
 
 
 REFUSED = {
-    of_another_dtype: "parameter params.0 is torch.bfloat16 .* its bucket has torch.float32",
+    of_another_dtype: "parameter weights.0 is torch.bfloat16 .* its bucket has torch.float32",
     of_another_shape: r"of shape \[2, 7\], but its bucket has torch.float32 on cpu, of shape \[7\]",
-    shared: "gradient of parameter params.2 is in the memory of the gradient of params.1.* assign a clone",
-    converted: "parameters params.2 are no longer where gradients are averaged",
+    shared: "gradient of parameter weights.2 is in the memory of the gradient of weights.1.* assign a clone",
+    converted: "parameters weights.2 are no longer where gradients are averaged",
 }
 
 
@@ -223,5 +198,5 @@ def test_what_no_bucket_can_take_is_refused_by_name(rank):
         for wrapped in (False, True):
             with pytest.raises(RuntimeError, match=message):
                 train(rank, meddle, wrapped, VIEW, None, FLOAT)
-    with pytest.raises(RuntimeError, match=r"parameters params.0, .* are not averaged"):
+    with pytest.raises(RuntimeError, match=r"parameters weights.0, .* are not averaged"):
         train(rank, overwritten, True, VIEW, None, FLOAT)

@@ -1,6 +1,7 @@
 """Test several live Reducers and wrappers over the same parameters: every .grad is the ranks' mean."""
 
 import gc
+from itertools import product
 
 import pytest
 import torch
@@ -11,16 +12,18 @@ import gradcomp
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
 from tests.ranks import of_all_ranks
-from tests.reducer.models import CAP_MB, MLP, UNUSED, VIEW, Branches, loss_of, run_cases
+from tests.reducer.models import CAP_MB, MLP, UNUSED, VIEW, Branches, loss_of
 from tests.tolerances import average
+from tests.training import gradients_of
 
 NUM_STEPS = 3
 
 
-def freeze_and_run_cases(rank, function, cases):
-    """Run the cases after gc.freeze(), so that collecting garbage, as a new Reducer may do, is quick."""
-    gc.freeze()
-    return run_cases(rank, function, cases)
+def mean_of_gradients(loss, params):
+    """Return the ranks' mean of a loss's gradients, flat, apart from any Reducer."""
+    mean = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, [*params])])
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
 
 
 def reducer_of(model, options, cap_mb=CAP_MB):
@@ -67,67 +70,46 @@ SHARED = [two_reducers, reducers_with_other_buckets, of_a_part, of_a_part_first,
 SHARED += [wrapper_and_reducer, reducer_and_wrapper]
 
 
-def errors_of(rank, make, one, other, set_to_none):
-    """Train; return per step the distance of .grad from the mean, in units of the bound."""
-    torch.manual_seed(0)
-    model = MLP()
-    forward, kept = make(model, one, other)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    errors = []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        x = model.batch(torch.Generator().manual_seed(100 * step + rank))
-        expected = torch.cat(
-            [gradient.flatten() for gradient in torch.autograd.grad(loss_of(model(x)), [*model.parameters()])]
-        )
-        dist.all_reduce(expected)
-        expected /= dist.get_world_size()
-        loss_of(forward(x)).backward()
-        gradients = torch.cat([param.grad.flatten() for param in model.parameters()])
-        bound = 10 * average(torch.float32, dist.get_world_size(), expected.abs().max())
-        errors.append(float((gradients - expected).abs().max() / bound))
-        optimizer.step()
-    del kept
-    return errors
-
-
-def test_gradients_are_the_mean_with_and_without_views(run_ranks):
+@pytest.mark.ranks(2)
+def test_gradients_are_the_mean_with_and_without_views(rank):
+    gc.freeze()  # so that collecting garbage, as a new Reducer may do, is quick
     settings = [(VIEW, VIEW, True), (VIEW, VIEW, False), (VIEW, {}, False), ({}, VIEW, True)]
-    cases = [(make, *setting) for make in SHARED for setting in settings]
-    for errors in run_ranks(freeze_and_run_cases, 2, errors_of, cases):
-        for case, of_steps in zip(cases, errors, strict=True):
-            assert max(of_steps) <= 1, case
+    for make, (one, other, set_to_none) in product(SHARED, settings):
+        torch.manual_seed(0)
+        model = MLP()
+        forward, _kept = make(model, one, other)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            x = model.batch(torch.Generator().manual_seed(100 * step + rank))
+            expected = mean_of_gradients(loss_of(model(x)), model.parameters())
+            loss_of(forward(x)).backward()
+            bound = 10 * average(torch.float32, 2, expected.abs().max())
+            assert (gradients_of(model) - expected).abs().max() <= bound, (make, one, other, set_to_none)
+            optimizer.step()
 
 
-def through_wrappers(rank, one, other, together):
-    """Check that the gradients of layers that two wrappers share are the mean of torch.autograd.grad's."""
-    torch.manual_seed(0)
-    trunk, heads = nn.Linear(6, 40), [nn.Linear(40, 2), nn.Linear(40, 3)]
-    wrappers = [
-        gradcomp.DistributedDataParallel(nn.Sequential(trunk, head), bucket_cap_mb=0.001, **options)
-        for head, options in zip(heads, (one, other), strict=True)
-    ]
-    params = [*trunk.parameters(), *(param for head in heads for param in head.parameters())]
-    for step in range(NUM_STEPS):
-        for param in params:
-            param.grad = None
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-        plain = sum(head(trunk(x)).square().sum() for head in heads)
-        expected = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(plain, params)])
-        dist.all_reduce(expected)
-        if together:
-            sum(wrapper(x).square().sum() for wrapper in wrappers).backward()
-        else:
-            for wrapper in wrappers:
+@pytest.mark.ranks(2)
+def test_two_wrappers_with_a_layer_in_common(rank):
+    gc.freeze()
+    for options, together in product([(VIEW, VIEW), (VIEW, {}), ({}, VIEW)], [True, False]):
+        torch.manual_seed(0)
+        trunk, heads = nn.Linear(6, 40), [nn.Linear(40, 2), nn.Linear(40, 3)]
+        wrappers = [
+            gradcomp.DistributedDataParallel(nn.Sequential(trunk, head), bucket_cap_mb=0.001, **each)
+            for head, each in zip(heads, options, strict=True)
+        ]
+        model = nn.ModuleList([trunk, *heads])
+        for step in range(NUM_STEPS):
+            model.zero_grad()
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+            plain = sum(head(trunk(x)).square().sum() for head in heads)
+            expected = mean_of_gradients(plain, model.parameters())
+            if together:
+                sum(wrapper(x).square().sum() for wrapper in wrappers).backward()
+            for wrapper in () if together else wrappers:
                 wrapper(x).square().sum().backward()
-        gradients = torch.cat([param.grad.flatten() for param in params])
-        torch.testing.assert_close(gradients, expected / 2, rtol=1e-5, atol=1e-6)
-
-
-def test_two_wrappers_with_a_layer_in_common(run_ranks):
-    options = [(VIEW, VIEW), (VIEW, {}), ({}, VIEW)]
-    cases = [(*each, together) for each in options for together in (True, False)]
-    run_ranks(freeze_and_run_cases, 2, through_wrappers, cases)
+            torch.testing.assert_close(gradients_of(model), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.ranks(2)
@@ -157,8 +139,9 @@ class Cycle:
         self.itself, self.reducer = self, reducer
 
 
-def views_after(rank, ending):
-    """Return whether gradients are views of the second Reducer's buckets, after the first has ended."""
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ending", ["closed", "deleted", "garbage", "kept"])
+def test_gradients_are_views_once_the_other_reducer_has_ended(rank, ending):
     model = MLP()
     gc.disable()
     holder = Cycle(reducer_of(model, VIEW))
@@ -173,19 +156,12 @@ def views_after(rank, ending):
         holder.reducer = first = None
     for _ in range(2):
         loss_of(model(torch.ones(2, 20))).backward()
-    is_view = all(
+    are_views = all(
         param.grad.data_ptr() == bucket.views[position].data_ptr()
         for bucket in second.communicator.buckets
         for position, param in enumerate(bucket.parameters)
     )
-    gc.enable()
-    return is_view
-
-
-def test_gradients_are_views_once_the_other_reducer_has_ended(run_ranks):
-    cases = [("closed",), ("deleted",), ("garbage",), ("kept",)]
-    for results in run_ranks(freeze_and_run_cases, 2, views_after, cases):
-        assert results == [True, True, True, False]
+    assert are_views == (ending != "kept")
 
 
 @pytest.mark.ranks(2)
