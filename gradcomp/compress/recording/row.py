@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,18 +77,11 @@ def measure(values: torch.Tensor, shift: int, *, out: torch.Tensor) -> None:
 NUM_VALUES = 1 + LENGTH
 
 
-class Source(NamedTuple):
-    """The source of a row: the group, this rank's number in it, and its size."""
-
-    group: weakref.ref[dist.ProcessGroup]
-    rank: int
-    world_size: int
-
-
 @dataclass(eq=False)
 class RecordedBucket:
     """One row of a recorder.
 
+    group, rank: of the average; this rank's number in the group.
     values: [3, NUM_VALUES], norms and sketches of this rank's gradients, of the average, and of this rank's
         error; without error feedback, of the errors of other compressors that it has sent. None in a plain
         step. None again after Recorder.complete(), which sets relative_error and mean_norm instead.
@@ -99,7 +92,8 @@ class RecordedBucket:
 
     step: int
     bucket: int
-    source: Source
+    group: weakref.ref[dist.ProcessGroup]
+    rank: int
     numel: int
     gradient_bytes: int
     sent_bytes: int
@@ -126,7 +120,7 @@ class RecordedBucket:
         return {
             "step": self.step,
             "bucket": self.bucket,
-            "rank": self.source.rank,
+            "rank": self.rank,
             "compressed": is_compressed,
             "numel": self.numel,
             "gradient_bytes": self.gradient_bytes,
