@@ -33,10 +33,6 @@ class CompressedAllGather(Collective):
     def __init__(self, param_group: ParamGroup, gather: ShardGather):
         self.param_group, self.gather, self._gather_exactly = param_group, gather, param_group.all_gather
 
-    def install(self) -> None:
-        """Gather through it from now on."""
-        self.param_group.install_all_gather(self)
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def __call__(
@@ -101,7 +97,7 @@ def compress_all_gather(
     second call; RuntimeError, on every rank, if the ranks differ.
     """
     for each in all_gathers(model, WEIGHT_BITS("bits", bits), block_size, ignored, ranks_per_node):
-        each.install()
+        each.param_group.install_all_gather(each)
 
 
 def all_gathers(

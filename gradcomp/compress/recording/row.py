@@ -1,11 +1,9 @@
 """The row that is recorded for a bucket in one step, and the values of a whole step.
 
-The ranks' error norms don't determine the norm of their mean error. Sketches do: a sketch is a short summary
-of a long vector. It is linear, so the mean of the ranks' sketches is the sketch of the mean. To make one,
-multiply the elements by random signs, the same on every rank, and sum them in LENGTH places (Charikar, Chen
-and Farach-Colton, "Finding frequent items in data streams", ICALP 2002). The norm of a sketch estimates the
-norm of the vector, with a relative standard deviation of about 1 / sqrt(2 · LENGTH) = 4.5 % if the vector's
-energy is spread over many elements.
+The ranks' error norms don't determine the norm of their mean error; sketches estimate it. A sketch sums the
+elements, multiplied by random signs that all ranks share, in LENGTH places (Charikar, Chen and Farach-Colton,
+"Finding frequent items in data streams", ICALP 2002). It is linear, and its norm estimates the vector's, with
+a relative standard deviation of about 1 / sqrt(2 · LENGTH) = 4.5 %: see docs/internals/recording.md.
 """
 
 import math
