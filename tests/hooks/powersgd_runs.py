@@ -25,12 +25,8 @@ HOOKS = {
     "powerSGD": powerSGD_hook.powerSGD_hook,
     "batched": powerSGD_hook.batched_powerSGD_hook,
     "fp16 around powerSGD": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
-    "bf16 around powerSGD": default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook),
-    "fp16 around batched": default_hooks.fp16_compress_wrapper(powerSGD_hook.batched_powerSGD_hook),
     "bf16 around batched": default_hooks.bf16_compress_wrapper(powerSGD_hook.batched_powerSGD_hook),
-    "none": None,
 }
-RESUMED = ("powerSGD", "batched", "fp16 around powerSGD", "bf16 around powerSGD")
 LOGGER = "gradcomp.hooks.powerSGD_hook"
 # The attributes of both torch's state and gradcomp's.
 COMMON = (
