@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,18 +31,8 @@ HOW_TO_START = (
 )
 
 
-class BenchParser(OneLineParser):
-    """A parser that prints its messages on rank 0 only."""
-
-    def error(self, message: str) -> Any:
-        if os.environ.get("RANK", "0") == "0":
-            super().error(message)
-        time.sleep(5)  # for rank 0 to print why all ranks end: a launcher ends all when one has ended
-        self.exit(2)
-
-
-def bench_parser() -> BenchParser:
-    parser = BenchParser(
+def bench_parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="torchrun … -m gradcomp bench",
         description="Train a model until auto_hook has chosen a hook. Print how much shorter a step without "
         "communication is, the trial's table, and the choice.",
@@ -77,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         state = AutoState(None, names, **trial, ranks_per_node=per_node or AUTO)
     except ValueError as error:
         parser.error(str(error))
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks < 2:
         parser.error(f"one rank has nobody to communicate with; {HOW_TO_START}")
     if num_ranks % (per_node or 1):
@@ -85,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _run_rank(parser, options, state)
 
 
-def _run_rank(parser: BenchParser, options: Any, state: AutoState) -> None:
+def _run_rank(parser: OneLineParser, options: Any, state: AutoState) -> None:
     """Measure as one of the ranks, of which rank 0 prints."""
     logging.getLogger("gradcomp").setLevel(logging.WARNING)  # auto_hook's own line has the table, too
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -96,18 +85,14 @@ def _run_rank(parser: BenchParser, options: Any, state: AutoState) -> None:
         torch.cuda.set_device(device)
     backend = "nccl" if has_streams(device) else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=120))
-    try:
-        module, loss = _model(parser, options.model, device)
-        if rank == 0:
-            numel = sum(each.numel() for each in module.parameters() if each.requires_grad)
-            print(f"{options.model}: {numel:,} parameters, {world_size} ranks, {backend}", flush=True)
-        noop_ms, none_ms = measure(module, loss, state, device, options.bucket_cap_mb)
-        if rank == 0:
-            print("\n".join(report(state, noop_ms, none_ms)))
-    except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)  # without cleanup: collectives under way would wait for the other ranks
-    finally:
-        dist.destroy_process_group()
+    module, loss = _model(parser, options.model, device)
+    if rank == 0:
+        numel = sum(each.numel() for each in module.parameters() if each.requires_grad)
+        print(f"{options.model}: {numel:,} parameters, {world_size} ranks, {backend}", flush=True)
+    noop_ms, none_ms = measure(module, loss, state, device, options.bucket_cap_mb)
+    if rank == 0:
+        print("\n".join(report(state, noop_ms, none_ms)))
+    dist.destroy_process_group()
 
 
 def report(state: AutoState, noop_ms: float, none_ms: float) -> list[str]:
@@ -194,12 +179,11 @@ def gpt(width: int = 256, num_blocks: int = 4) -> tuple[nn.Module, Loss]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {"gpt": gpt, "gpt-medium": partial(gpt, 1024, 24)}
 
 
-def _model(parser: BenchParser, name: str, device: torch.device) -> tuple[nn.Module, Loss]:
-    """Return a model on a device, and the function that computes its loss. A collective.
+def _model(parser: OneLineParser, name: str, device: torch.device) -> tuple[nn.Module, Loss]:
+    """Return a model on a device, and the function that computes its loss.
 
-    If the model can't be made or trained on a rank, every rank ends, with the reason.
+    If the model can't be made or trained, this rank ends with the reason, and torchrun ends the others.
     """
-    problem = ""
     try:
         if name not in MODELS and ":" not in name:
             raise ValueError(f"it is neither one of {', '.join(MODELS)} nor module:callable")
@@ -209,9 +193,5 @@ def _model(parser: BenchParser, name: str, device: torch.device) -> tuple[nn.Mod
         module.zero_grad()
     except (Exception, SystemExit) as error:
         needed = "a callable must return (module, loss), where loss(model) computes the loss of a step"
-        problem = f"rank {dist.get_rank()}: model {name!r} can't be trained: {in_words(error)}; {needed}"
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        parser.error(next(filter(None, problems)))
+        parser.error(f"rank {dist.get_rank()}: model {name!r} can't be trained: {in_words(error)}; {needed}")
     return module, loss

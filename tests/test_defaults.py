@@ -16,16 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 import gradcomp
 from gradcomp.compress import Recorder
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
-from gradcomp.hooks.default_hooks import allreduce_hook
-from gradcomp.hooks.named_hooks import NamedHook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import (
-    QuantizationState,
-    quantization_hook,
-    quantization_perchannel_hook,
-)
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
-from gradcomp.testing import Workload, check_hook, run_hook
 from tests.depth import everyday
 from tests.fsdp.models import new_grid
 from tests.hooks.checked import HOOKS
@@ -33,7 +26,6 @@ from tests.reducer.models import make_reducer
 
 EXACTLY = {"dtype": torch.float32, "device": "cpu"}
 NUM_STEPS = 4  # two of them plain
-IN_AVERAGE = ("none", "bf16", "int8", "int4", "powersgd:4", "batched:4:fp16", "powersgd:4:int8:start4")
 
 
 @contextmanager
@@ -94,18 +86,6 @@ def on_wrapper(model):
     return gradcomp.DistributedDataParallel(model, bucket_cap_mb=0.005, find_unused_parameters=True)
 
 
-def with_average(name, rank, defaults):
-    with default(defaults[0]):
-        state, hook = NamedHook.named(name).state_and_hook(2, ranks_per_node=1)
-    found = []
-    for number in range(NUM_STEPS):
-        with default(defaults[number]):
-            found += gradcomp.average_(
-                [drawn(shape, number, rank) for shape in [(12, 30), (7,)]], hook, state
-            )
-    return found
-
-
 def with_sparse_gradients(rank, defaults):
     """A sparse gradient, and parameters that one rank leaves out."""
     table = nn.Embedding(30, 33, sparse=True, _weight=drawn((30, 33)))
@@ -153,20 +133,6 @@ def with_local_steps(rank, defaults):
     return [each.detach() for each in model.parameters()]
 
 
-def with_checkpoint(rank, defaults):
-    """Errors of two steps, scaled and loaded into a state with other buckets."""
-    state, model = QuantizationState(None, 8, start_iter=2), net(0)
-    make_reducer(model).register_comm_hook(state, quantization_hook)
-    steps_of(model, model, rank, defaults)
-    with default(defaults[0]):
-        state.rescale_errors(0.5)
-        other = net(0)
-        loaded = PowerSGDState(None, 2, start_powerSGD_iter=2)
-        make_reducer(other, bucket_cap_mb=1).register_comm_hook(loaded, powerSGD_hook)
-        loaded.load_state_dict({**loaded.state_dict(), "parameters": state.state_dict()["parameters"]})
-    return steps_of(other, other, rank, defaults)
-
-
 def on_fsdp(shape, rank, defaults):
     model = net(rank)[:3]
     with default(defaults[0]):
@@ -181,17 +147,6 @@ def on_fsdp(shape, rank, defaults):
     return steps_of(model, model, rank, defaults)
 
 
-def with_kit(rank, defaults):
-    """What the kit says of a hook, on simulated ranks of rank 0's process."""
-    if rank:
-        return []
-    with default(defaults[0] or defaults[1]):
-        spectra = ("clustered", "low_rank", "flat", "power_law")
-        run = run_hook(allreduce_hook, None, Workload(((6, 5),) * 4, spectra=spectra, noise=0.1, masked=0.3))
-        report = check_hook(quantization_perchannel_hook, max_examples=2, only=["unbiased"])
-    return [str(report), *run.outputs[0][0]]
-
-
 AVERAGERS = {"torch's DDP": on_torch, "the Reducer": make_reducer, "the wrapper": on_wrapper}
 CASES = {
     # In turns: each hook computes alike on all of them.
@@ -199,14 +154,11 @@ CASES = {
         f"{name} on {averager}": partial(with_hook, check, AVERAGERS[averager])
         for (name, check), averager in zip(HOOKS.items(), cycle(AVERAGERS))
     },
-    **{f"{name} in average_": partial(with_average, name) for name in IN_AVERAGE},
     "compress_reduce_scatter": partial(on_fsdp, (1, 2)),
     "compress_replicas": partial(on_fsdp, (2, 1)),
     "sparse gradients": with_sparse_gradients,
     "Recorder": with_recorder,
     "LocalSteps": with_local_steps,
-    "checkpoint": with_checkpoint,
-    "kit": with_kit,
 }
 
 

@@ -1,5 +1,6 @@
 """Compression of a model that is sharded with torch's FSDP2: see docs/fsdp.md."""
 
+import logging
 from collections.abc import Iterable
 
 from torch import nn
@@ -37,7 +38,8 @@ def compress_fsdp(
         compress_replicas. None: there are none, or they are of a 2-D mesh, and torch averages exactly.
     ignored: modules and parameters that are gathered exactly.
 
-    Call it on every rank, before training. Raises the errors of these functions.
+    Call it on every rank, before training. Raises the errors of these functions. Logs a warning for
+    parameters that require gradients but aren't sharded, such as adapters attached after fully_shard.
 
     Example::
 
@@ -54,13 +56,21 @@ def compress_fsdp(
         check_replicas(model, replica_state.process_group, replica_state)
     check_reduce_scatter(model, state, _WHOSE)
     gathers = all_gathers(model, weight_bits, state.options.block_size, ignored, state.ranks_per_node)
+    sharded = {name for gather in gathers for name in gather.param_group.names(model)}
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    if left_out := [name for name in trained if name not in sharded]:
+        logging.getLogger(__name__).warning(
+            f"{_WHOSE}: {len(left_out)} parameters that require gradients aren't sharded, such as "
+            f"{left_out[0]}: nobody averages their gradients. Likely cause: adapters (LoRA) that were "
+            "attached after fully_shard"
+        )
     # Nothing is refused below unless ranks differ: an error above leaves the model as it was.
     if replica_state is not None:
         assert replica_state.process_group is not None
         compress_replicas(model, replica_state.process_group, replica_state)
     compress_reduce_scatter(model, state)
     for gather in gathers:
-        gather.install()
+        gather.param_group.install_all_gather(gather)
         say(f"{_WHOSE}: {_described(gather, weight_bits, state, replica_state)}", state.process_group)
 
 

@@ -24,18 +24,13 @@ class CompressedAllGather(Collective):
 
     gather: of the group's shards.
 
-    Two sorts of tensors are gathered exactly, by torch's all-gather. Tensors with fsdp_pre_all_gather, and
-    parameters of several dtypes, aren't shards in one floating-point dtype. Weights that forward has
-    dequantized and sharded over fewer ranks (reshard_after_forward=2) would be rounded twice, and backward
-    would compute with other weights than forward.
+    Torch's all-gather gathers two sorts of tensors exactly: those that aren't shards in one floating-point
+    dtype (with fsdp_pre_all_gather, or of several dtypes), and weights that forward has dequantized and
+    sharded over fewer ranks (reshard_after_forward=2), so that backward computes with the same ones.
     """
 
     def __init__(self, param_group: ParamGroup, gather: ShardGather):
         self.param_group, self.gather, self._gather_exactly = param_group, gather, param_group.all_gather
-
-    def install(self) -> None:
-        """Gather through it from now on."""
-        self.param_group.install_all_gather(self)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -84,10 +79,8 @@ def compress_all_gather(
     """Send the weights of a model that FSDP2 shards in 8 bits when they are all-gathered.
 
     Each rank quantizes its shard, with one scale for each block. All ranks, the owner too, compute with the
-    dequantized weights, so forward and backward have equal weights on every rank. The optimizer's shards stay
-    exact, so nothing is lost from step to step, and no errors are kept.
-
-    Vectors, and tensors with shards smaller than a block, are gathered exactly in the same message.
+    dequantized weights. The optimizer's shards stay exact, so no errors are kept. Vectors, and tensors with
+    shards smaller than a block, are gathered exactly in the same message.
 
     model: after fully_shard, called for the model itself, too.
     bits: 8. For bfloat16 use torch's MixedPrecisionPolicy(param_dtype=torch.bfloat16).
@@ -101,7 +94,7 @@ def compress_all_gather(
     second call; RuntimeError, on every rank, if the ranks differ.
     """
     for each in all_gathers(model, WEIGHT_BITS("bits", bits), block_size, ignored, ranks_per_node):
-        each.install()
+        each.param_group.install_all_gather(each)
 
 
 def all_gathers(

@@ -62,16 +62,15 @@ class CompressedReduceScatter(Collective):
         parameters = self._param_group.reduced(output_tensor, whole=True)
         bucket = ShardBucket(self._index, input_tensor, parameters, output_tensor)
         bucket.unit, _ = self._param_group.units(output_tensor.dtype)
-        self._sums.average(bucket, self._param_group.replicate_group)
+        self._sums.average(bucket)
 
 
 def compress_reduce_scatter(model: nn.Module, state: CompressorState) -> None:
     """Send the gradients of a model that FSDP2 shards in 4, 8 or 16 bits when they are reduce-scattered.
 
     Every FSDP module is a bucket. A rank quantizes its gradient of the whole module and sends each rank its
-    shard of it; the owner sums in fp32 what it gets. What is rounded off is added to the next gradient. These
-    errors take 4 bytes per parameter of the whole model on every rank, a ranks_per_node-th with nodes,
-    and none with 16 bits or use_error_feedback=False.
+    shard of it; the owner sums in fp32. Rounding errors are added to the next gradient: 4 bytes per parameter
+    of the whole model on every rank, see docs/fsdp.md.
 
     model: after fully_shard, called for the model itself, too. On a 2-D mesh, or with compress_replicas, the
         sum over the replicas follows.

@@ -2,6 +2,8 @@
 
 Replace torch's package name by ``gradcomp.hooks`` in an import of default_hooks, powerSGD_hook,
 quantization_hooks or debugging_hooks; nothing else changes. Torch's other hook modules are not included.
+The states and most hooks can be imported from here, too; auto_hook and powerSGD_hook are the modules with
+these hooks, as in torch's layout: ``powerSGD_hook.powerSGD_hook``.
 """
 
 from collections.abc import Callable
@@ -16,13 +18,23 @@ from torch import nn
 from gradcomp.compress.state import CompressorState
 
 from . import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from .auto_hook import AutoState
+from .default_hooks import bf16_compress_hook, fp16_compress_hook
+from .powerSGD_hook import PowerSGDState
+from .quantization_hooks import QuantizationState, quantization_hook
 
 __all__ = [
+    "AutoState",
     "DDPCommHookType",
+    "PowerSGDState",
+    "QuantizationState",
     "auto_hook",
+    "bf16_compress_hook",
     "debugging_hooks",
     "default_hooks",
+    "fp16_compress_hook",
     "powerSGD_hook",
+    "quantization_hook",
     "quantization_hooks",
     "register_ddp_comm_hook",
 ]
@@ -48,7 +60,7 @@ class _Registration:
 
 
 def _power_sgd(hook: Callable[..., Any], rank: int) -> _Registration:
-    return _Registration(hook, partial(powerSGD_hook.PowerSGDState, matrix_approximation_rank=rank))
+    return _Registration(hook, partial(PowerSGDState, matrix_approximation_rank=rank))
 
 
 class DDPCommHookType(Enum):
@@ -67,7 +79,7 @@ class DDPCommHookType(Enum):
     BATCHED_POWER_SGD = _power_sgd(powerSGD_hook.batched_powerSGD_hook, rank=1)
     BATCHED_POWER_SGD_RANK2 = _power_sgd(powerSGD_hook.batched_powerSGD_hook, rank=2)
     NOOP = _Registration(debugging_hooks.noop_hook)
-    AUTO = _Registration(auto_hook.auto_hook, auto_hook.AutoState)
+    AUTO = _Registration(auto_hook.auto_hook, AutoState)
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
@@ -82,10 +94,5 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
 
 # torch.load's safe default accepts a checkpoint that names these states and hooks.
 torch.serialization.add_safe_globals(
-    [
-        auto_hook.AutoState,
-        powerSGD_hook.PowerSGDState,
-        quantization_hooks.QuantizationState,
-        *(kind.value.hook for kind in DDPCommHookType),
-    ]
+    [AutoState, PowerSGDState, QuantizationState, *(kind.value.hook for kind in DDPCommHookType)]
 )

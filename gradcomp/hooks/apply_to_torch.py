@@ -1,6 +1,5 @@
 """gradcomp's hooks under torch's names, for code that looks up torch's hooks by name."""
 
-import logging
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from typing import Any
@@ -10,7 +9,6 @@ _SHARED: dict[str, tuple[str, ...] | None] = {  # module -> names; without any, 
     **dict.fromkeys([".default_hooks", ".powerSGD_hook", ".quantization_hooks", ".debugging_hooks"]),
     "": ("DDPCommHookType", "register_ddp_comm_hook"),
 }
-_logger = logging.getLogger("gradcomp.hooks")
 
 
 def apply_to_torch() -> AbstractContextManager[Any]:
@@ -22,7 +20,7 @@ def apply_to_torch() -> AbstractContextManager[Any]:
     torch's and gradcomp's modules share is replaced, and so are DDPCommHookType and register_ddp_comm_hook.
     Names imported before keep torch's hooks. A hook that is registered on a model stays there.
 
-    The names change in all threads. A name that other code changes during a block keeps that code's value.
+    The names change in all threads. The end of a block puts back what was there at its beginning.
 
     Example::
 
@@ -30,18 +28,10 @@ def apply_to_torch() -> AbstractContextManager[Any]:
             model = accelerator.prepare(model)
     """
     with ExitStack() as block:
-        block.callback(_logger.info, "%s has its own hooks again.", TORCHS_PACKAGE)
         for name, shared in _SHARED.items():
             torchs, ours = import_module(TORCHS_PACKAGE + name), import_module(f"gradcomp.hooks{name}")
             for each in shared or ours.__all__:
-                theirs, own = getattr(torchs, each, None), getattr(ours, each)
-                if theirs not in (None, own):
-                    block.callback(_put_back, torchs, each, theirs, own)
-                    setattr(torchs, each, own)
-        _logger.info("%s has gradcomp's hooks.", TORCHS_PACKAGE)
+                if hasattr(torchs, each):
+                    block.callback(setattr, torchs, each, getattr(torchs, each))
+                    setattr(torchs, each, getattr(ours, each))
         return block.pop_all()
-
-
-def _put_back(module: Any, name: str, theirs: Any, ours: Any) -> None:
-    if getattr(module, name, None) is ours:
-        setattr(module, name, theirs)

@@ -62,10 +62,9 @@ class PowerSGDState(CompressorState):
 
     Options that torch doesn't have:
 
-    factor_dtype: the dtype in which factors are sent. With torch.bfloat16 or torch.float16, uncompressed
-        tensors are sent in that dtype, too. With torch.int8, a factor has a scale for every 128 elements and
-        takes a quantized all-reduce. With any factor_dtype, min_compression_rate compares
-        bytes, not elements, and error feedback makes up for the rounding. None: the bucket's dtype.
+    factor_dtype: the dtype in which factors are sent: torch.bfloat16 or torch.float16, which uncompressed
+        tensors then have, too, or torch.int8, with a scale for every 128 elements. With each,
+        min_compression_rate compares bytes, and error feedback makes up for the rounding. None: the bucket's.
     uncompressed_dtype: with int8 factors, the dtype in which vectors and other uncompressed tensors are sent:
         torch.bfloat16 or torch.float16. None: the bucket's dtype.
     start_bits: 4 or 8: quantize the first start_powerSGD_iter steps to 4 or 8 bits, see quantization_hook;

@@ -97,21 +97,15 @@ def quantization_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in state.options.bits bits per element; plainly in the first state.start_iter steps.
 
-    Between two ranks, and of small buckets on links with a delay (comm/exchange.py):
-
-    1. M ← gradient + error, cut into blocks.
-    2. Quantize M.
-    3. All-gather: every rank gets the codes of all ranks.
-    4. All ranks dequantize and add the same bytes in fp32.
-
-    Otherwise:
-
     1. M ← gradient + error, cut into blocks.
     2. Quantize M in one shard per rank, except this rank's own shard.
     3. All-to-all: every rank gets its own shard from all others.
     4. The rank adds these shards to its own M in fp32, and quantizes the mean.
     5. All-gather: every rank gets all means.
     6. All ranks dequantize the same bytes.
+
+    Between two ranks, and of small buckets on links with a delay (comm/exchange.py), one all-gather of all
+    ranks' codes takes the place of steps 2 to 5, and all ranks add the same codes in fp32.
 
     On the wire: codes, one bf16 scale per block, and vectors exactly. 4 bits in blocks of 128 elements take
     1/7.8 of fp32's bytes, whatever the number of ranks. inf or NaN makes the whole block NaN on every rank,
@@ -141,14 +135,11 @@ def quantization_pertensor_hook(
     """Average the bucket in 8 bits per element, in blocks of up to 1024 elements with one scale each.
 
     The hook quantizes the whole bucket, including vectors, and keeps no errors; quantization_hook lists the
-    steps. torch's hook rounds to one scale for the bucket, set by the largest element, this hook to one scale
-    per block; blocks longer than 1024 would save less than 0.4 % of the bytes.
-    docs/hooks.md compares the two.
+    steps. docs/hooks.md compares it with torch's hook, which has one scale for the bucket.
 
     On the wire: 1 byte per element and 2 bytes per block. With W ranks, a rank sends 2 (W − 1) / W buckets of
-    codes, or W − 1 if they are small and links have a delay; in torch's all-gather it sends W − 1. Rounding
-    errors are lost. quantization_hook with bits=8 sends about as much, and adds the errors to the next step.
-    inf or NaN makes the whole block NaN on every rank.
+    codes, or W − 1 if they are small and links have a delay. quantization_hook with bits=8 sends about as
+    much, and adds the errors to the next step. inf or NaN makes the whole block NaN on every rank.
     State: the process group, or None for the default one.
 
     Raises TypeError if the bucket is not a floating-point bucket.

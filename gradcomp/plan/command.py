@@ -72,7 +72,7 @@ def plan_parser() -> OneLineParser:
         prog="python -m gradcomp plan",
         description="Print what every hook sends in a step, and a network's time for it, by arithmetic.",
     )
-    text = "A checkpoint, or module:callable, which returns an nn.Module or a list of shapes."
+    text = "module:callable, which returns an nn.Module or a list of shapes."
     parser.add_argument("--model", required=True, help=text)
     parser.add_argument("--dtype", choices=DTYPES, help="The gradients' dtype. Default: the model's.")
     text = "DDP's option of this name. Default: 25."

@@ -1,12 +1,9 @@
-"""Models as lists of shapes, in registration order, from a user's module or a checkpoint; DDP's buckets."""
+"""Models as lists of shapes, in registration order, from a user's callable; DDP's buckets."""
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -20,10 +17,7 @@ Parameter = tuple[Shape, torch.dtype]
 
 # DDP's defaults: torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25), and 1 MiB for the first bucket.
 FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES = 2**20, 25 * 2**20
-MAX_HEADER_BYTES = 10**8  # of a safetensors file
-CHECKPOINTS = (".pt", ".pth", ".bin", ".safetensors")
 DTYPES = {each: getattr(torch, each) for each in ("float32", "bfloat16", "float16", "float64")}
-NAMES = {"BF16": "bfloat16", "C64": "complex64", **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}}
 
 
 def buckets_of(
@@ -49,16 +43,14 @@ def buckets_of(
 def load_shapes(name: str) -> list[Parameter]:
     """Return the shape and dtype of each of a model's parameters with gradients.
 
-    name: a checkpoint's file (see shapes_in), or module:callable. The callable takes no argument and returns
-        an nn.Module, a tuple that begins with a module, or a list of shapes, whose dtype is fp32.
+    name: module:callable. The callable takes no argument and returns an nn.Module, a tuple that begins with a
+        module, or a list of shapes, whose dtype is fp32.
 
     The callable runs on the meta device, where parameters need no memory. If that fails, it runs on the CPU.
     Raises ValueError for anything else, and a lazy module that has had no input.
     """
-    if name.endswith(CHECKPOINTS):
-        return shapes_in(Path(name))
     if ":" not in name:
-        raise ValueError(f"model {name!r} is neither module:callable nor a file of {', '.join(CHECKPOINTS)}")
+        raise ValueError(f"model {name!r} is not module:callable")
     function = find_callable(name, "model")
     try:
         try:
@@ -83,48 +75,5 @@ def load_shapes(name: str) -> list[Parameter]:
             ) from error
     if not found:
         raise ValueError(f"model {name!r} has no parameter with a gradient")
-    return list(map(_in_hooks, found))
-
-
-def _in_hooks(tensor: torch.Tensor) -> Parameter:
-    """Return a gradient's shape and dtype in hooks: a complex one is real, with a last dimension of 2."""
-    return real_shape(tensor), tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-
-
-def shapes_in(path: Path) -> list[Parameter]:
-    """Return the shape and dtype of each floating-point tensor in a checkpoint; shared memory counts once.
-
-    path: a safetensors file, or what torch.save wrote of a state_dict, or of a dict with one as its "model",
-        "state_dict" or "model_state_dict". Buffers, such as running means, can't be told from parameters.
-
-    Raises ValueError for another file. No values are read.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            return _in_safetensors(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if isinstance(loaded, Mapping):
-            names = ("model", "state_dict", "model_state_dict")
-            loaded = next((loaded[name] for name in names if name in loaded), loaded)
-        values = loaded.values() if isinstance(loaded, Mapping) else ()
-        tensors = [each for each in values if isinstance(each, torch.Tensor)]
-        tensors = [each for each in tensors if each.is_floating_point() or each.is_complex()]
-        found = {(each.data_ptr(), each.shape): _in_hooks(each) for each in tensors}
-    except (OSError, RuntimeError, ValueError, TypeError, LookupError, pickle.UnpicklingError) as error:
-        raise ValueError(f"checkpoint {str(path)!r} can't be read: {in_words(error)}") from error
-    if not found:
-        raise ValueError(f"checkpoint {str(path)!r} has no floating-point tensor")
-    return list(found.values())
-
-
-def _in_safetensors(path: Path) -> list[Parameter]:
-    """Return the tensors in a safetensors file: 8 bytes, its header's length; then the header, JSON."""
-    with path.open("rb") as file:
-        length = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
-        header = json.loads(file.read(length))
-    tensors = [header[name] for name in header if name != "__metadata__"]
-    tensors.sort(key=lambda each: each["data_offsets"])
-    floats = [each for each in tensors if each["dtype"].startswith(("F", "BF", "C"))]
-    dtypes = [getattr(torch, NAMES.get(each["dtype"], "float8_e4m3fn")) for each in floats]
-    given = zip(floats, dtypes, strict=True)
-    return [_in_hooks(torch.empty(each["shape"], dtype=dtype, device="meta")) for each, dtype in given]
+    # In hooks a complex gradient is real, with a last dimension of 2.
+    return [(real_shape(each), each.dtype.to_real() if each.is_complex() else each.dtype) for each in found]

@@ -76,8 +76,9 @@ def test_it_does_what_its_parts_do(run_ranks):
 
 
 def one_shard(rank):
-    """Compress a model over a mesh of one rank; return the lines."""
+    """Compress a model over a mesh of one rank; return the lines. Its adapter came after fully_shard."""
     model = sharded(new_grid(1, 1).shards)
+    model.adapter = torch.nn.Linear(33, 2)
     with Messages("gradcomp") as lines:
         compress_fsdp(model, QuantizationState())
     model(batch_of(rank, 0)).square().mean().backward()
@@ -85,5 +86,7 @@ def one_shard(rank):
 
 
 def test_over_one_rank_nothing_is_sent(run_ranks):
-    ((_, of_embed, *_),) = run_ranks(one_shard, 1)
+    ((warning, _, of_embed, *_),) = run_ranks(one_shard, 1)
+    assert warning.startswith("WARNING compress_fsdp: 2 parameters that require gradients aren't sharded")
+    assert "such as adapter.weight" in warning
     assert "embed: weights in 8 bits: 0 of 429 elements of a shard; gradients in 4 bits: 0" in of_embed

@@ -7,18 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp.cpu.quantize import LARGEST_CODE
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState
 from tests.depth import everyday, mixed
-from tests.fsdp.models import RANKS, Net, Sum, gradients, sharded
+from tests.fsdp.models import RANKS, Sum, gradients, sharded
 from tests.fsdp.scenarios import SCENARIOS, STEPS, accumulate_in_grad, differences, step
-from tests.kept import error_in
 from tests.reducer.models import run_cases
 from tests.tolerances import UNIT_ROUNDOFF
 
@@ -176,31 +173,6 @@ def test_a_model_on_the_meta_device(run_ranks):
     for ours, theirs in run_ranks(on_meta, 2):
         assert 0 < theirs.abs().max()
         assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
-
-
-def hook_of_replicate(rank):
-    """Return the largest difference between replicate() and DDP with the same hook, and the state's step."""
-    states = [QuantizationState(bits=4, block_size=16) for _ in range(2)]
-    torch.manual_seed(0)
-    module = Net()
-    ddp = DistributedDataParallel(Net(), find_unused_parameters=True)
-    ddp.module.load_state_dict(module.state_dict())
-    replicate(module, find_unused_parameters=True)
-    for model, state in zip((module, ddp), states, strict=True):
-        model.register_comm_hook(state, quantization_hook)
-    worst = 0.0
-    for number in range(3):
-        for model in (module, ddp):
-            model.zero_grad()
-            step(model, rank, number)
-        for ours, theirs in zip(module.parameters(), ddp.parameters(), strict=True):
-            if theirs.grad is not None:
-                worst = max(worst, (ours.grad - theirs.grad).abs().max().item())
-    return worst, [state.iter for state in states], bool(error_in(states[0]).any())
-
-
-def test_hooks_work_on_replicate(run_ranks):
-    assert run_ranks(hook_of_replicate, 2) == [(0.0, [3, 3], True)] * 2
 
 
 def one_rank(rank):

@@ -1,7 +1,6 @@
 """Test apply_to_torch, which puts gradcomp's hooks in place of torch's for a while."""
 
 import gc
-import logging
 from types import ModuleType
 
 import pytest
@@ -32,21 +31,16 @@ def present():
     return {(module.__name__, name): value for module in NAMES for name, value in vars(module).items()}
 
 
-def test_every_common_name_is_replaced_and_put_back(caplog):
+def test_every_common_name_is_replaced_and_put_back():
     before = present()
-    with caplog.at_level(logging.INFO, logger="gradcomp.hooks"):
-        with gradcomp.apply_to_torch():
-            for module, names in NAMES.items():
-                ours = getattr(hooks, module.__name__.rpartition(".")[2], hooks)
-                for name in names:
-                    assert getattr(module, name) is getattr(ours, name)
-            replaced = {key for key, value in present().items() if value is not before[key]}
-            assert replaced == {(module.__name__, name) for module, names in NAMES.items() for name in names}
-        assert present() == before
-    assert [record.message.partition(" has ")[2].partition(" ")[0] for record in caplog.records] == [
-        "gradcomp's",
-        "its",
-    ]
+    with gradcomp.apply_to_torch():
+        for module, names in NAMES.items():
+            ours = getattr(hooks, module.__name__.rpartition(".")[2], hooks)
+            for name in names:
+                assert getattr(module, name) is getattr(ours, name)
+        replaced = {key for key, value in present().items() if value is not before[key]}
+        assert replaced == {(module.__name__, name) for module, names in NAMES.items() for name in names}
+    assert present() == before
 
 
 def test_what_was_there_is_put_back_after_an_error_and_inside_another():
@@ -91,18 +85,4 @@ def test_an_error_half_way_puts_everything_back(monkeypatch):
     monkeypatch.undo()
     with gradcomp.apply_to_torch():
         assert debugging_hooks.noop_hook is hooks.debugging_hooks.noop_hook
-    assert present() == before
-
-
-def test_what_other_code_puts_there_meanwhile_stays():
-    def users_hook(state, bucket):
-        raise AssertionError
-
-    before = present()
-    torchs = default_hooks.fp16_compress_hook
-    with gradcomp.apply_to_torch():
-        default_hooks.fp16_compress_hook = users_hook
-        default_hooks.allreduce_hook = before[default_hooks.__name__, "allreduce_hook"]
-    assert default_hooks.fp16_compress_hook is users_hook
-    default_hooks.fp16_compress_hook = torchs
     assert present() == before

@@ -62,26 +62,22 @@ def backward(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.
     loss_of(model, rank, step, dtype).backward()
 
 
-def local_and_averaged(rank, hook, options, dtype=torch.float32, state=None, num_steps=STEPS):
-    """Return [(local gradients, DDP's gradients)] by step, and the buckets' indices in averaging order.
-
-    hook: a hook, or its name in HOOKS.
-    """
+def local_and_averaged(rank, hook_name, options, dtype=torch.float32):
+    """Return [(local gradients, DDP's gradients)] by step, and the buckets' indices in averaging order."""
     torch.manual_seed(0)
     unused = options.get("find_unused_parameters", False)
     local = Net(unused).to(device_of_rank(), dtype)
     model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.02, **options)
     order = []
-    hook = HOOKS[hook] if isinstance(hook, str) else hook
-    if hook is not None:
+    if (hook := HOOKS[hook_name]) is not None:
 
         def recorded(state, bucket):
             order.append(bucket.index())
             return hook(state, bucket)
 
-        model.register_comm_hook(state, recorded)
+        model.register_comm_hook(None, recorded)
     results = []
-    for step in range(num_steps):
+    for step in range(STEPS):
         local.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
         backward(local, rank, step, dtype)

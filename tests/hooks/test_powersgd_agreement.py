@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from gradcomp.compress import agreement
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_oracle import Bucket
@@ -87,18 +86,6 @@ def test_checkpoints_of_different_steps_are_refused(rank):
 
 
 @pytest.mark.ranks(2)
-def test_different_bucket_caps_are_named_under_torchs_ddp(rank):
-    """Take a step with another bucket cap on each rank; with find_unused_parameters torch's DDP obeys it."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=[0.01, 1][rank], find_unused_parameters=True)
-    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), PLAIN)
-    with pytest.raises(
-        RuntimeError, match="the number of shapes in the bucket is 1 on rank 0 and 8 on rank 1"
-    ):
-        ddp(torch.randn(2, 64)).sum().backward()
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("start", [2, 1000])
 def test_bucket_caps_that_differ_in_later_buckets_are_named_under_torchs_ddp(rank, start):
     """Let only later buckets differ. With find_unused_parameters, torch does not rebuild buckets."""
@@ -164,16 +151,3 @@ def test_unlike_cpus_are_not_said_of_a_quantized_all_reduce(rank):
     (said, average), (others, theirs) = of_all_ranks((said, average))
     assert not any("unlike processors" in line for line in (*said, *others))
     assert torch.equal(average, theirs)
-
-
-PROCESSORS = [{"GPU compute capability": "9.0"}, {"GPU compute capability": "8.9"}]
-
-
-@pytest.mark.ranks(2)
-def test_unlike_gpus_are_said(rank):
-    """Take a step on ranks that report unlike GPUs."""
-    with pytest.MonkeyPatch.context() as patch, Messages("gradcomp") as said:
-        patch.setattr(agreement, "processor", lambda _: PROCESSORS[rank])
-        PLAIN(powerSGD_hook.PowerSGDState(None), Bucket(torch.ones(6))).wait()
-    (line,) = [line for line in said if "unlike processors" in line]
-    assert 'GPU compute capability is "9.0" on rank 0 and "8.9" on rank 1' in line

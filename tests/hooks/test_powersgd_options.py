@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
@@ -22,6 +23,8 @@ REFUSED = [
     *[("random_seed", value) for value in (-5, 2**32, 1.0, None, False)],
     *[("compression_stats_logging_frequency", value) for value in (0.5, NAN, INF, "9", True)],
     *[(flag, value) for flag in FLAGS for value in (1, 0, None, "no", 0.0)],
+    *[("factor_dtype", value) for value in (torch.int16, "int8")],
+    *[("start_bits", value) for value in (5, True)],
 ]
 TAKEN = [
     ("start_powerSGD_iter", 1e3, 1000),

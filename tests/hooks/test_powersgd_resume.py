@@ -1,133 +1,15 @@
-"""Test that PowerSGD resumes bitwise in a new DDP model, and continues when buckets are rearranged."""
+"""Test that PowerSGD continues when buckets are rearranged; tests/compress has resumed runs of all states."""
 
 import copy
-import io
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import gradcomp
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import powerSGD_hook
-from tests.depth import mixed
-from tests.devices import device_of_rank
 from tests.hooks.powersgd_oracle import random_gradient
-from tests.hooks.powersgd_runs import (
-    FEW_SHAPES,
-    HOOKS,
-    OTHER_SHAPES,
-    RESUMED,
-    START,
-    Messages,
-    new_state,
-    run_steps,
-)
-from tests.hooks.test_default_hooks import Net, backward
+from tests.hooks.powersgd_runs import FEW_SHAPES, HOOKS, OTHER_SHAPES, START, Messages, new_state, run_steps
 from tests.kept import error_in
-from tests.reducer.models import run_cases
-from tests.training import parameters_of
-
-
-class Alike(nn.Sequential):
-    """This model's layers have one shape and one bucket. DDP reverses their order after the first step."""
-
-    def __init__(self, unused):
-        super().__init__(nn.Flatten(), *(nn.Linear(64, 64, bias=False) for _ in range(5)))
-
-
-def make_trainer(rank, hook, state, net, options, wrapper=DistributedDataParallel):
-    torch.manual_seed(1)
-    unused = options.get("find_unused_parameters", False)
-    cap = 0.02 if net is Net else 1
-    model = wrapper(net(unused).to(device_of_rank()), bucket_cap_mb=cap, **options)
-    indices = []
-
-    def recorded(state, bucket):
-        indices.append(bucket.index())
-        return HOOKS[hook](state, bucket)
-
-    model.register_comm_hook(state, recorded)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), indices
-
-
-def continue_training(rank, model, optimizer, steps):
-    for step in steps:
-        optimizer.zero_grad(set_to_none=True)
-        backward(model, rank, step)
-        optimizer.step()
-
-
-def interrupt(rank, hook, options, warm_up, net=Net, after=6, wrapper=DistributedDataParallel):
-    """Train 12 steps, then the steps from `after` on again, from this rank's checkpoint.
-
-    warm_up: load the state after a step of the new model, not before.
-    Returns (number of buckets, log lines with "afresh", the parameters of both runs).
-    """
-    state = new_state()
-    model, optimizer, indices = make_trainer(rank, hook, state, net, options, wrapper)
-    continue_training(rank, model, optimizer, range(after))
-    with Messages():
-        checkpoint = {
-            "model": copy.deepcopy(model.state_dict()),
-            "optimizer": copy.deepcopy(optimizer.state_dict()),
-            "comm_hook_state": state,
-        }
-        file = io.BytesIO()
-        torch.save(checkpoint, file)
-    continue_training(rank, model, optimizer, range(after, 12))
-    with Messages():
-        file.seek(0)
-        checkpoint = torch.load(file)
-    resumed_state = checkpoint["comm_hook_state"]
-    if warm_up:
-        saved, resumed_state = resumed_state.state_dict(), new_state()
-    resumed, resumed_optimizer, _ = make_trainer(rank, hook, resumed_state, net, options, wrapper)
-    if warm_up:
-        # DDP arranges its buckets once, in this step.
-        continue_training(rank, resumed, resumed_optimizer, [0])
-        resumed(torch.zeros(1, 1, 8, 8, device=device_of_rank()))
-        resumed_state.load_state_dict(saved)
-    resumed.load_state_dict(checkpoint["model"])
-    resumed_optimizer.load_state_dict(checkpoint["optimizer"])
-    with Messages() as said:
-        continue_training(rank, resumed, resumed_optimizer, range(after, 12))
-    afresh = [line for line in said if "at zero" in line]
-    return max(indices) + 1, afresh, parameters_of(model), parameters_of(resumed)
-
-
-UNUSED = {"find_unused_parameters": True}
-# interrupt's arguments: in a new model's first step, DDP puts all gradients in one bucket.
-CASES = [
-    *((hook, {}, False) for hook in RESUMED),
-    # A state remembers its buckets before there are errors in them.
-    *(("powerSGD", {}, False, Net, after) for after in (1, START, START + 1)),
-    # In the first step the gradients of layers of one shape come in another order. Shapes don't show it.
-    *((hook, {}, False, Alike) for hook in ("powerSGD", "batched")),
-    # With find_unused_parameters DDP never rearranges its buckets. load_state_dict is called after DDP has
-    # arranged its buckets.
-    *((hook, *case) for hook, case in mixed(RESUMED, ((UNUSED, False), ({}, True)))),
-    *(("powerSGD", {}, warm_up, Net, 6, gradcomp.DistributedDataParallel) for warm_up in (False, True)),
-]
-
-
-def assert_resumed(ranks, case):
-    for buckets, afresh, uninterrupted, resumed in ranks:
-        assert buckets >= (1 if Alike in case else 5), case
-        assert afresh == [], case
-        assert torch.equal(uninterrupted, ranks[0][2]), case
-        assert torch.equal(resumed, ranks[0][3]), case
-        # A new model's first step has one bucket: its sums have another order than several buckets' sums,
-        # which 16 bits make larger; a square of other tensors has other directions.
-        is_near = UNUSED in case or Alike in case or case[0] == "powerSGD"
-        assert torch.allclose(resumed, uninterrupted, atol=1e-5 if is_near else 5e-3), case
-
-
-def test_a_resumed_run_goes_on_where_it_was(run_ranks):
-    ranks = run_ranks(run_cases, 2, interrupt, CASES)
-    for case, results in zip(CASES, zip(*ranks, strict=True), strict=True):
-        assert_resumed(results, case)
 
 
 def resume_in_other_buckets(rank, hook, options, first):

@@ -43,6 +43,18 @@ def test_compression_that_starts_too_early(error_feedback, warm_start, start):
     assert powerSGD_hook.PowerSGDState(None, **neither).start_powerSGD_iter == start
 
 
+def compress_from_the_first_step(rank):
+    state = new_state(start_powerSGD_iter=0, warm_start=False, use_error_feedback=False)
+    outputs = run_steps(state, rank, range(3), [(64, 48)])
+    return state.compression_stats()[0], outputs
+
+
+def test_without_warm_start_or_error_feedback_compression_may_start_at_once():
+    for rate, outputs in simulate(compress_from_the_first_step, 2):
+        assert rate > 2
+        assert all(torch.linalg.matrix_rank(output.view(64, 48)) == 2 for output in outputs)
+
+
 def test_defaults_and_positions_of_arguments_are_torchs():
     arguments = (None, 3, 5, 1.5, False, False, 1e-6, 4, 0, True)
     for given in (arguments[:1], arguments):

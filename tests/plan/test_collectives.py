@@ -117,14 +117,6 @@ def test_hooks_send_these_messages_and_bytes(run_ranks, world_size, per_node, ro
         assert sent == pytest.approx(expected[2], rel=1e-9 if per_node == 1 else 1e-5), name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_awkward_buckets(name):
-    for shapes in ([], [(1,)], [(1, 1)], [()], SHAPES):
-        for world_size in (1, 2, 7):
-            found = traffic([shapes], NamedHook.named(name), Network(world_size))
-            assert (found.sent_bytes > 0) is (shapes != [] and world_size > 1)
-
-
 def test_bert_is_compressed_as_documented():
     """docs/choosing.md: 16 bits half, int4 7.8 times fewer at most, PowerSGD hundreds of times."""
     buckets = models.buckets("bert-large")

@@ -19,10 +19,7 @@ from ...comm.streams import mark
 from ...rules import RANK
 from ..parameter_states import Bucket
 from ..state import CompressorState
-from .row import NUM_VALUES, RecordedBucket, Source, measure, relative_errors, step_values
-
-# This many rows share one tensor, so that the device's memory isn't split into small allocations.
-_BLOCK_ROWS = 64
+from .row import NUM_VALUES, RecordedBucket, measure, relative_errors, step_values
 
 
 class Recorder:
@@ -62,10 +59,6 @@ class Recorder:
         self._state = state
         self._every = int(RANK("every", every))
         self._rows: deque[RecordedBucket] = deque(maxlen=int(RANK("max_rows", max_rows)))
-        self._block: torch.Tensor | None = None
-        self._num_used = 0
-        # Rows that were dropped because there were more than max_rows.
-        self.num_dropped = 0
         # What an AutoState has chosen: {"step", "choice", "candidates"}, the last as in AutoState.table.
         self.choices: list[dict[str, Any]] = []
         state.recorder = self
@@ -80,11 +73,15 @@ class Recorder:
     def add_plain(self, step: int, index: int, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Record a bucket that is averaged without compression."""
         if step % self._every == 0:
-            source, numel, num_bytes = self._source(group), buffer.numel(), buffer.nbytes
-            self._append(RecordedBucket(step, index, source, numel, num_bytes, num_bytes))
+            self._rows.append(self._row(step, index, buffer, group, buffer.nbytes))
 
-    def _source(self, group: dist.ProcessGroup) -> Source:
-        return Source(weakref.ref(group), group.rank(), group.size())
+    def _row(
+        self, step: int, index: int, buffer: torch.Tensor, group: dist.ProcessGroup, sent_bytes: int
+    ) -> RecordedBucket:
+        numel, gradient_bytes = buffer.numel(), buffer.nbytes
+        return RecordedBucket(
+            step, index, weakref.ref(group), group.rank(), numel, gradient_bytes, sent_bytes
+        )
 
     def recorded(
         self,
@@ -103,13 +100,9 @@ class Recorder:
         if step % self._every:
             return (yield from stages)
         sent_bytes = 0 if own.compressor is None else own.compressor.sent_numel * buffer.itemsize
-        row = RecordedBucket(step, index, self._source(group), buffer.numel(), buffer.nbytes, sent_bytes)
+        row = self._row(step, index, buffer, group, sent_bytes)
         shift = step * 8191 + index * 131
-        if self._block is None or self._num_used == _BLOCK_ROWS or self._block.device != buffer.device:
-            self._block = buffer.new_empty(_BLOCK_ROWS, 3, NUM_VALUES, dtype=torch.float32)
-            self._num_used = 0
-        row.values = self._block[self._num_used]
-        self._num_used += 1
+        row.values = buffer.new_zeros(3, NUM_VALUES, dtype=torch.float32)
         measure(buffer, shift, out=row.values[0])
         row.marks.append(mark(buffer.device))
         result = yield from stages
@@ -121,17 +114,11 @@ class Recorder:
             error = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
             for position, sent in own.sent.items():
                 error[own.slices[position]] = sent
-        if error is None:
-            row.values[2].zero_()
-        else:
+        if error is not None:
             measure(error, shift, out=row.values[2])
         row.marks.append(mark(buffer.device))
-        self._append(row)
-        return result
-
-    def _append(self, row: RecordedBucket) -> None:
-        self.num_dropped += len(self._rows) == self._rows.maxlen
         self._rows.append(row)
+        return result
 
     # --- what users call ---
 
@@ -146,8 +133,7 @@ class Recorder:
         Raises RuntimeError on every rank if the ranks' rows differ.
         """
         group = resolve_group("Recorder.complete", self._state.process_group)
-        here = self._source(group)
-        rows = [row for row in self._rows if row.values is not None and row.source == here]
+        rows = [row for row in self._rows if row.values is not None and row.group() is group]
         values = [row.values for row in rows if row.values is not None]
         advice = "Call it on every rank, after the same step; then only one rank may write or log the rows"
         require_all_ranks("Recorder.complete", "find the relative errors of the recorded rows", group, advice)

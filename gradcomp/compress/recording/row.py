@@ -1,11 +1,9 @@
 """The row that is recorded for a bucket in one step, and the values of a whole step.
 
-The ranks' error norms don't determine the norm of their mean error. Sketches do: a sketch is a short summary
-of a long vector. It is linear, so the mean of the ranks' sketches is the sketch of the mean. To make one,
-multiply the elements by random signs, the same on every rank, and sum them in LENGTH places (Charikar, Chen
-and Farach-Colton, "Finding frequent items in data streams", ICALP 2002). The norm of a sketch estimates the
-norm of the vector, with a relative standard deviation of about 1 / sqrt(2 · LENGTH) = 4.5 % if the vector's
-energy is spread over many elements.
+The ranks' error norms don't determine the norm of their mean error; sketches estimate it. A sketch sums the
+elements, multiplied by random signs that all ranks share, in LENGTH places (Charikar, Chen and Farach-Colton,
+"Finding frequent items in data streams", ICALP 2002). It is linear, and its norm estimates the vector's, with
+a relative standard deviation of about 1 / sqrt(2 · LENGTH) = 4.5 %: see docs/internals/recording.md.
 """
 
 import math
@@ -14,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,18 +75,11 @@ def measure(values: torch.Tensor, shift: int, *, out: torch.Tensor) -> None:
 NUM_VALUES = 1 + LENGTH
 
 
-class Source(NamedTuple):
-    """The source of a row: the group, this rank's number in it, and its size."""
-
-    group: weakref.ref[dist.ProcessGroup]
-    rank: int
-    world_size: int
-
-
 @dataclass(eq=False)
 class RecordedBucket:
     """One row of a recorder.
 
+    group, rank: of the average; this rank's number in the group.
     values: [3, NUM_VALUES], norms and sketches of this rank's gradients, of the average, and of this rank's
         error; without error feedback, of the errors of other compressors that it has sent. None in a plain
         step. None again after Recorder.complete(), which sets relative_error and mean_norm instead.
@@ -99,7 +90,8 @@ class RecordedBucket:
 
     step: int
     bucket: int
-    source: Source
+    group: weakref.ref[dist.ProcessGroup]
+    rank: int
     numel: int
     gradient_bytes: int
     sent_bytes: int
@@ -126,7 +118,7 @@ class RecordedBucket:
         return {
             "step": self.step,
             "bucket": self.bucket,
-            "rank": self.source.rank,
+            "rank": self.rank,
             "compressed": is_compressed,
             "numel": self.numel,
             "gradient_bytes": self.gradient_bytes,
