@@ -104,7 +104,7 @@ CASES = [
     # A state remembers its buckets before there are errors in them.
     *(("powerSGD", {}, False, Net, after) for after in (1, START, START + 1)),
     # In the first step the gradients of layers of one shape come in another order. Shapes don't show it.
-    *((hook, {}, False, Alike) for hook in ("powerSGD", "batched")),
+    ("powerSGD", {}, False, Alike),
     # With find_unused_parameters DDP never rearranges its buckets. load_state_dict is called after DDP has
     # arranged its buckets.
     *((hook, *case) for hook, case in mixed(RESUMED, ((UNUSED, False), ({}, True)))),
@@ -163,12 +163,7 @@ RANDOM = {"warm_start": False}
 
 @pytest.mark.parametrize(
     ("hook", "options", "first", "interpret"),
-    [
-        ("powerSGD", RANDOM, ["ba", "c"], False),
-        ("powerSGD", RANDOM, ["ba", "c"], True),
-        ("batched", RANDOM, ["abc"], False),
-        ("batched", {}, ["abc"], False),
-    ],
+    [("powerSGD", RANDOM, ["ba", "c"], False), ("powerSGD", RANDOM, ["ba", "c"], True)],
 )
 def test_directions_belong_to_names(run_ranks, hook, options, first, interpret):
     """Neither the first step's buckets of a resumed run nor their order change directions."""
