@@ -6,7 +6,6 @@ rank's own.
 
 import logging
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,30 +48,24 @@ class Place:
 
 
 def agree(
-    hook_name: str,
-    bucket: dist.GradBucket,
-    group: dist.ProcessGroup,
-    values: Mapping[str, Any],
-    ranks_per_node: int | str,
-    *,
-    is_first: bool,
-    compares_processors: bool,
+    state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
 ) -> Place:
     """Compare the ranks before a bucket of a state's first step is averaged.
 
-    hook_name: the hook's name in messages.
-    values: what must be equal on all ranks, by name, besides the bucket.
-    ranks_per_node: as given to the state.
     is_first: whether the bucket is the first one of its step.
-    compares_processors: whether averages depend on the processor, so that unlike ones are warned of.
 
     Returns this rank's place: nodes and round trip are the same on all ranks.
 
-    Raises RuntimeError on every rank if values or buckets differ between ranks.
+    Raises RuntimeError on every rank if options or buckets differ between ranks.
     """
     whose, buffer = f"{hook_name}'s state", bucket.buffer()
     values = {
-        **values,
+        **state.compared_options(),
+        "iter": state.iter,
+        "names of parameters (number_parameters gives them)": [
+            *map(state._states.keys.get, bucket.parameters())
+        ],
+        "directions": state._states.common_digest(),
         "hook": hook_name,
         "world size": group.size(),
         "dtype of the bucket": buffer.dtype,
@@ -82,7 +75,7 @@ def agree(
     }
     if is_first:
         require_same_group(whose, group)
-    own = processor(buffer.device) if compares_processors else {}
+    own = {} if state._compressor.is_same_on_all_processors else processor(buffer.device)
     unlike = require_same_on_all_ranks(
         whose,
         values,
@@ -98,7 +91,7 @@ def agree(
             "drift apart by rounding errors; see docs/powersgd.md.",
             *(hook_name, "; ".join(unlike.values())),
         )
-    nodes = nodes_in(whose, ranks_per_node, group, buffer.device)
+    nodes = nodes_in(whose, state.ranks_per_node, group, buffer.device)
     round_trip = round_trip_s(buffer, group, nodes.between if nodes else None)
     of_nodes = (nodes.ranks_per_node, nodes.within.rank(), str(nodes)) if nodes else (1, 0, "")
     return Place(weakref.ref(group), group.size(), group.rank(), *of_nodes, round_trip)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,19 +41,14 @@ class Settings:
 SETTINGS = [each.name for each in fields(Settings) if each.name != "options"]
 
 
+def fields_of(options: Any) -> tuple[Any, ...]:
+    """Return the fields of a compressor's options, or of their class; none for None."""
+    return fields(options) if is_dataclass(options) else ()
+
+
 def as_dict(options: Any) -> dict[str, Any]:
-    """Return a compressor's options by name; an empty dict for None."""
-    return asdict(options) if is_dataclass(options) and not isinstance(options, type) else {}
-
-
-def compared(options: Any) -> dict[str, Any]:
-    """Return the options that must be equal on all ranks, by name."""
-    return {each.name: getattr(options, each.name) for each in fields_of(type(options)) if each.compare}
-
-
-def fields_of(options_class: type) -> tuple[Any, ...]:
-    """Return the fields of a dataclass; none for another class, such as None's."""
-    return fields(options_class) if is_dataclass(options_class) else ()
+    """Return a compressor's options by name."""
+    return {each.name: getattr(options, each.name) for each in fields_of(options)}
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -181,7 +176,10 @@ class ConfiguredState:
     def compared_options(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks, by name."""
         shared = {"start_iter": self.start_iter, "random_seed": self.random_seed}
-        return {"compressor": self.algorithm, **shared, **compared(self.options)}
+        compared = {
+            each.name: getattr(self.options, each.name) for each in fields_of(self.options) if each.compare
+        }
+        return {"compressor": self.algorithm, **shared, **compared}
 
 
 def logger_of(state: ConfiguredState) -> logging.Logger:

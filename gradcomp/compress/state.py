@@ -38,7 +38,7 @@ from .agreement import Place, agree
 from .announcement import LONG_START, UNCLAIMED, announce_phase, announce_start, warn_of_keys
 from .compressor import Compressor
 from .parameter_states import Bucket
-from .saved_state import SavedState, warn_of_another_ranks_errors
+from .saved_state import SavedState
 from .settings import Settings, option, setting
 
 __all__ = ["CompressorState", "Phase", "compress_hook", "option", "setting"]
@@ -124,8 +124,8 @@ class CompressorState(SavedState):
         super()._reset(process_group, settings)
         self._place = Place()  # in the last bucket's group
         self._steps: Steps = Steps()
-        self._phase: Phase | None = None  # of the last bucket
-        self._phase_options: Any = None  # the options that it was asked for
+        # Of the last bucket: the options that the phase was asked for, and the phase.
+        self._phase: tuple[Any, Phase | None] = None, None
         self.announced: set[str] = set()
         self._pipeline = Pipeline()
         self.recorder: Any = None
@@ -163,7 +163,7 @@ class CompressorState(SavedState):
         self._states.end_step()
         if self._states.loaded:
             warn_of_keys(self, UNCLAIMED, self._states.unclaimed())
-        phase = self._phase
+        _, phase = self._phase
         if phase is not None and phase.compressor is not None and self._steps.num >= self.next_stats_report:
             self._report_stats()
         if phase is not None and gradient_bytes:
@@ -209,18 +209,21 @@ class CompressorState(SavedState):
             self._expect_comparison()
         if self.compared_in is None or self.compared_in == self._steps.num:  # all buckets of that step
             self.compared_in = None  # if the comparison fails
-            self._compare(hook_name, bucket, group, is_first=is_first)
+            agreed = agree(self, hook_name, bucket, group, is_first=is_first)
+            if agreed != self._place:
+                self._states.give_all_back()
+                self._place = agreed
+            self._warn_of_another_ranks_errors(group)
             self.compared_in = self._steps.num
         options = self.settings.options if options is None else options
-        if is_first or self._phase is None or self._phase_options is not options:
-            self._phase, self._phase_options = self.phase(options, group, buffer.device), options
-        phase = self._phase
+        asked, phase = self._phase
+        if is_first or phase is None or asked is not options:
+            phase = self.phase(options, group, buffer.device)
+            self._phase = options, phase
         own = self._states.bucket_of(bucket, phase.options)
         if phase.compressor is None:
             future = self._average_plainly(hook_name, bucket, group)
         else:
-            if self._errors_of is not None:
-                warn_of_another_ranks_errors(self, group)
             future = self._average_compressed(hook_name, bucket, group, phase, own)
         if phase.warms_up and not own.is_warmed_up:
             own.is_warmed_up = True
@@ -282,29 +285,6 @@ class CompressorState(SavedState):
 
     def _place_in(self, phase: Phase) -> Place:
         return replace(self._place, ranks_per_node=1, place=0) if phase.is_flat else self._place
-
-    def _compare(
-        self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
-    ) -> None:
-        """In the first step, raise RuntimeError on every rank if options or buckets differ between ranks."""
-        names = list(map(self._states.keys.get, bucket.parameters()))
-        values = self.compared_options() | {
-            "iter": self.iter,
-            "names of parameters (number_parameters gives them)": names,
-            "directions": self._states.common_digest(),
-        }
-        agreed = agree(
-            hook_name,
-            bucket,
-            group,
-            values,
-            self.ranks_per_node,
-            is_first=is_first,
-            compares_processors=not self._compressor.is_same_on_all_processors,
-        )
-        if agreed != self._place:
-            self._states.give_all_back()
-            self._place = agreed
 
 
 def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

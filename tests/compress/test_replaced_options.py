@@ -137,14 +137,14 @@ def test_what_rank_0_says(caplog):
     lines = said(caplog, powerSGD_hook, lambda group: PowerSGDState(group, 2, 12), 14)
     assert lines[0] == "PowerSGD: exact averages until step 12"
     assert lines[1].startswith("PowerSGD compresses from step 12 on: ")
-    assert lines[2].startswith("PowerSGD continues to compress at step 14: ")
+    assert lines[2].startswith("PowerSGD compresses from step 14 on: ")
     assert len(lines) == 3
 
 
 def test_users_names(caplog):
     lines = said(caplog, quantization_hook, lambda group: QuantizationState(group, bits=8), 2)
     assert lines[0].startswith("quantization_hook compresses from step 0 on: ")
-    assert lines[1].startswith("quantization_hook continues to compress at step 2: ")
+    assert lines[1].startswith("quantization_hook compresses from step 2 on: ")
 
 
 def test_powersgd_that_compresses_nothing(caplog):
