@@ -28,13 +28,6 @@ def flat(buckets):
     return [key for bucket in buckets for key in bucket]
 
 
-def test_names_are_keys_in_any_buckets():
-    keys, parameters = ParameterKeys(), tensors()
-    keys.name(zip("abcde", parameters, strict=True))
-    assert brought(keys, parameters, [4, 3], [2, 1, 0]) == [["e", "d"], ["c", "b", "a"]]
-    assert brought(keys, parameters, [0, 1, 2, 3, 4]) == [list("abcde")]
-
-
 def test_without_names_keys_come_from_the_first_buckets():
     saving, resumed = ParameterKeys(), ParameterKeys()
     expected = brought(saving, first := tensors(), [4, 3], [2, 1, 0], [0, 1], [4])
