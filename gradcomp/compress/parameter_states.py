@@ -13,8 +13,6 @@ So an error follows its parameter to any bucket, run or copy of a state. What a 
 bucket has the keys of all the bucket's parameters, in their order, as its key, a tuple.
 """
 
-import ctypes
-import hashlib
 import math
 import operator
 import weakref
@@ -32,7 +30,7 @@ from gradcomp.device import has_streams
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.pipeline import Stages
 from ..comm.streams import side_stream
-from .agreement import Place
+from .agreement import Place, digest_of
 from .compressor import BucketSpec, Compressor, State
 from .parameter_keys import ParameterKeys, Shape, draw_of
 
@@ -287,7 +285,7 @@ class ParameterStates:
     @property
     def have_parameters(self) -> bool:
         """True if buckets have brought parameters, or number_parameters has named some that still exist."""
-        return self.keys.knows_any or bool(self._buckets)
+        return bool(self.keys.known() or self._buckets)
 
     def bucket_of(self, bucket: dist.GradBucket, options: Any) -> Bucket:
         """Return what is known of a bucket: as before, if its parameters and options are unchanged."""
@@ -395,12 +393,6 @@ class ParameterStates:
                 errors[bucket.index] = torch.cat(parts)
         return errors
 
-    @property
-    def have_errors(self) -> bool:
-        """True if the compressor of a bucket keeps errors."""
-        made = [each for each in self._buckets if each.compressor is not None]
-        return any(each.current_error() is not None for each in made)
-
     def load(self, entries: Entries) -> None:
         """Replace all entries."""
         self._entries, self._buckets, self._of_step, self._of_last_step = dict(entries), [], {}, {}
@@ -424,11 +416,7 @@ class ParameterStates:
         return [key for key in loaded if key not in known and not (has_some and key.startswith(_OF_AVERAGE))]
 
     def name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give parameters their names as keys; see ParameterKeys.name.
-
-        Raises TypeError for anything but pairs of a name and a tensor; ValueError if a bucket has brought a
-        parameter without its name, and an entry has that name.
-        """
+        """Give parameters their names as keys; see ParameterKeys.name."""
         for before, name in self.keys.name(named_parameters):
             for bucket in [each for each in self._buckets if before in each.keys]:
                 self._give_back(bucket)
@@ -459,14 +447,7 @@ class ParameterStates:
 
     def common_digest(self) -> str:
         """Return a digest of the waiting entries that must be the same on every rank: all but errors."""
-        digest = hashlib.sha256()
-        for key in sorted(self._entries, key=str):
-            for name, value in sorted(self._entries[key].items()):
-                if name != "error":
-                    on_cpu = value.detach().cpu().contiguous()
-                    digest.update(f"{key} {name}".encode())
-                    digest.update(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes))
-        return digest.hexdigest()[:16]
+        return digest_of(self._entries)
 
 
 def _is_any(error: torch.Tensor) -> bool:

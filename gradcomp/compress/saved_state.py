@@ -279,42 +279,27 @@ class SavedState(ConfiguredState):
         )
 
     def __getstate__(self) -> Any:
-        """Return the contents of a pickle or a copy: everything except the process group."""
+        """Return the contents of a pickle, and of a copy: everything except the process group."""
         nodes = {"ranks_per_node": self.ranks_per_node}
         if hasattr(type(self), "_compressor"):
             return {**self.state_dict(), **nodes}
         classes = {"compressor": self._compressor, "options_class": self._options_class}
         return {**classes, **nodes, "state_dict": self.state_dict()}
 
-    def _restore(self, contents: Any, process_group: Any) -> None:
-        """Set all attributes from a pickle's contents. Raises the errors of load_state_dict."""
-        if not hasattr(type(self), "_compressor"):
-            self._compressor, self._options_class = contents["compressor"], contents["options_class"]
-            contents = {**contents["state_dict"], "ranks_per_node": contents["ranks_per_node"]}
-        ranks_per_node: Any = self._default_ranks_per_node
-        if isinstance(contents, dict) and "ranks_per_node" in contents:
-            contents = dict(contents)
-            ranks_per_node = contents.pop("ranks_per_node")
-        checked = self.checked(contents)
-        self._reset(process_group, checkpoint.settings_of(checked, self._options_class))
-        self._load_checked(checked)
-        self.ranks_per_node = ranks_per_node
-
     def __setstate__(self, contents: Any) -> None:
-        self._restore(contents, joined_group(None) if dist.is_initialized() else None)
+        checkpoint.require_version(contents)
+        if hasattr(type(self), "_compressor"):
+            given = {name: value for name, value in contents.items() if name != "ranks_per_node"}
+        else:
+            self._compressor, self._options_class = contents["compressor"], contents["options_class"]
+            given = contents["state_dict"]
+        checked = self.checked(given)
+        self._reset(joined_group(None), checkpoint.settings_of(checked, self._options_class))
+        self._load_checked(checked)
+        if "ranks_per_node" in contents:
+            self.ranks_per_node = contents["ranks_per_node"]
         logger_of(self).warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
             "is desired, please set `self.process_group` after %s state is loaded.",
             self.algorithm,
         )
-
-    def __copy__(self) -> Any:
-        return self.__deepcopy__({})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the state with all errors, for the same process group, but without its recorder."""
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied._restore(SavedState.__getstate__(self), self.process_group)
-        copied._states.keys.inherit(self._states.keys)
-        copied.keep_undo = self.keep_undo
-        return copied

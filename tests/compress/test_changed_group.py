@@ -1,6 +1,5 @@
 """Test states whose process group changes while they keep their memory."""
 
-import copy
 import datetime
 
 import pytest
@@ -16,7 +15,6 @@ from gradcomp.hooks.quantization_hooks import (
     quantization_pertensor_hook,
 )
 from tests.depth import mixed
-from tests.hooks.powersgd_runs import Messages
 from tests.kept import entry_of
 from tests.training import Given, power_sgd
 
@@ -110,15 +108,12 @@ def merge(rank):
     ddp.register_comm_hook(state, powerSGD_hook)
     for step in range(BEFORE):
         average(ddp, rank, step)
-    with Messages() as said:
-        assert copy.deepcopy(state).process_group is half
-        assert said == []
     state.process_group = dist.group.WORLD
     with pytest.raises(RuntimeError) as raised:
         average(ddp, rank, BEFORE)
     return str(raised.value)
 
 
-def test_copies_keep_the_group_and_merged_groups_are_compared(run_ranks):
+def test_merged_groups_are_compared(run_ranks):
     for message in run_ranks(merge, 4):
         assert "powerSGD_hook's state differs between the ranks: directions is " in message

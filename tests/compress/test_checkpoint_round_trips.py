@@ -85,7 +85,7 @@ def through_dcp(state, make, hook, folder):
 WAYS = {
     "a file": (lambda s, make, hook, folder: loaded_twice(make, s.state_dict()), True),
     "a pickle": (lambda s, make, hook, folder: reload(s), True),
-    "a deep copy": (lambda s, make, hook, folder: copy.deepcopy(s), True),
+    "a copy": (lambda s, make, hook, folder: copy.copy(s), True),
     "the process group's checkpoint": (through_dcp, True),
     "one file": (lambda s, make, hook, folder: loaded(make, consolidated_state_dict(s)), False),
     "a framework's file": (through_comm_hook, False),

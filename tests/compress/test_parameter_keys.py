@@ -116,26 +116,6 @@ def test_names_may_come_after_the_first_step():
     assert brought(keys, parameters, [0]) == [["a"]]
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("first", ["the model", "its copy"])
-def test_in_a_copy_the_model_or_its_copy_has_the_keys(named, first):
-    """Whichever comes first; the other one is then another model that shares the state."""
-    keys, copied = ParameterKeys(), ParameterKeys()
-    model, its_copy = tensors(), tensors()
-    if named:
-        keys.name(zip("abcde", model, strict=True))
-    (expected,) = brought(keys, model, [0, 1, 2, 3, 4])
-    copied.inherit(keys)
-    tensors_of = {"the model": model, "its copy": its_copy}
-    if named:
-        copied.name(zip("abcde", its_copy, strict=True))
-    order = sorted(tensors_of, key=first.__ne__)
-    found = {who: brought(copied, tensors_of[who], [0, 1, 2, 3, 4])[0] for who in order}
-    owner, other = ("its copy", "the model") if named else order  # names tell who it is
-    assert found[owner] == expected
-    assert set(found[other]).isdisjoint(expected)
-
-
 @pytest.mark.parametrize("given", [None, torch.zeros(2), ("a",), ("a", 3), (1, torch.zeros(2))], ids=repr)
 def test_what_has_no_name_is_refused(given):
     with pytest.raises(TypeError, match=re.escape("number_parameters takes model.named_parameters(), got")):

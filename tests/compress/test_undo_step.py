@@ -147,6 +147,7 @@ def rescale_and_copy(rank, group, make):
     for step in range(3):
         average(state, step)
     before, copied, twice = kept_in(state), copy.deepcopy(state), copy.deepcopy(state)
+    copied.process_group, copied.keep_undo = group, True
     twice.rescale_errors(2.0)
     for each in (state, copied):
         average(each, 3)
