@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -105,12 +104,6 @@ class Bucket:
         return list(map(math.prod, self.shapes))
 
     @property
-    def slices(self) -> list[slice]:
-        """The elements of each parameter in the bucket."""
-        ends = list(accumulate(self.numels, initial=0))
-        return list(map(slice, ends, ends[1:]))
-
-    @property
     def waits(self) -> bool:
         """True if errors are pending, or were a step ago.
 
@@ -172,9 +165,9 @@ class Bucket:
     def _send_pending(self, flat: torch.Tensor, unused: Sequence[int]) -> None:
         """Add the pending errors of used tensors to their gradients."""
         self.sent = {i: error for i, error in self.pending.items() if error is not None and i not in unused}
-        slices = self.slices
+        parts = flat.split(self.numels)
         for position, error in self.sent.items():
-            flat[slices[position]] += error
+            parts[position].add_(error)
             self.pending[position] = None
 
     def current_error(self) -> torch.Tensor | None:
@@ -185,12 +178,16 @@ class Bucket:
 
     def _with_pending(self, error: torch.Tensor | None) -> torch.Tensor:
         """Return a copy of the compressor's error, [numel], with the pending errors in their places."""
-        slices, wide = self.slices, torch.promote_types(self.dtype, torch.float32)
-        zeros = torch.zeros(slices[-1].stop, dtype=wide, device=self.device)
-        whole = zeros if error is None else error.clone()
+        whole = self._zeros() if error is None else error.clone()
+        parts = whole.split(self.numels)
         for position, each in self.pending.items():
-            whole[slices[position]] = 0.0 if each is None else each
+            parts[position][:] = 0.0 if each is None else each
         return whole
+
+    def _zeros(self) -> torch.Tensor:
+        """Return errors of zero, [numel]."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return torch.zeros(sum(self.numels), dtype=wide, device=self.device)
 
     def scale_errors(self, factor: float) -> None:
         """Multiply all errors by factor."""
@@ -209,7 +206,7 @@ class Bucket:
         if self.compressor is None:
             return
         if position not in self.compressor.sent_exactly:
-            self.compressor.add_to_error(self.slices[position].start, values)
+            self.compressor.add_to_error(sum(self.numels[:position]), values)
         elif position in self.sent:
             self.pending[position] = values.clone()  # which has the error that was sent
 
@@ -243,13 +240,12 @@ class Bucket:
         Errors that are missing are zeros.
         """
         assert self.compressor is not None
-        wide = torch.promote_types(self.dtype, torch.float32)
         own = [entries.get(key, {}) for key in self.keys]
         state: State = {**entries.get(tuple(self.keys), {})}
         for name in dict.fromkeys(name for entry in own for name in entry):
             values = [entry.get(name) for entry in own]
             if name == "error":
-                state[name] = torch.zeros(sum(self.numels), dtype=wide, device=self.device)
+                state[name] = self._zeros()
                 for part, value in zip(state[name].split(self.numels), values, strict=True):
                     if value is not None:
                         part.copy_(value.reshape(-1))
@@ -257,11 +253,10 @@ class Bucket:
             else:
                 state[name] = values
         if "error" in state:
-            slices = self.slices
+            parts = state["error"].split(self.numels)
             for position in self.compressor.sent_exactly:
-                error = state["error"][slices[position]]
-                self.pending[position] = error.clone()
-                error.zero_()
+                self.pending[position] = parts[position].clone()
+                parts[position].zero_()
         if state:
             self.compressor.load(state)
 
