@@ -124,8 +124,7 @@ class CompressorState(SavedState):
         super()._reset(process_group, settings)
         self._place = Place()  # in the last bucket's group
         self._steps: Steps = Steps()
-        # Of the last bucket: the options that the phase was asked for, and the phase.
-        self._phase: tuple[Any, Phase | None] = None, None
+        self._phase: Phase | None = None  # of the last bucket
         self.announced: set[str] = set()
         self._pipeline = Pipeline()
         self.recorder: Any = None
@@ -147,7 +146,8 @@ class CompressorState(SavedState):
     def phase(self, options: Any, group: dist.ProcessGroup, device: torch.device) -> Phase:
         """Return how the current step averages buckets with these options.
 
-        Called before the step's first bucket, in the same place on all ranks, and when options change.
+        Called before the step's first bucket, in the same place on all ranks, and for each bucket with other
+        options than the last phase's.
 
         group, device: the bucket's.
         """
@@ -163,7 +163,7 @@ class CompressorState(SavedState):
         self._states.end_step()
         if self._states.loaded:
             warn_of_keys(self, UNCLAIMED, self._states.unclaimed())
-        _, phase = self._phase
+        phase = self._phase
         if phase is not None and phase.compressor is not None and self._steps.num >= self.next_stats_report:
             self._report_stats()
         if phase is not None and gradient_bytes:
@@ -216,10 +216,9 @@ class CompressorState(SavedState):
             self._warn_of_another_ranks_errors(group)
             self.compared_in = self._steps.num
         options = self.settings.options if options is None else options
-        asked, phase = self._phase
-        if is_first or phase is None or asked is not options:
-            phase = self.phase(options, group, buffer.device)
-            self._phase = options, phase
+        if is_first or self._phase is None or self._phase.options is not options:
+            self._phase = self.phase(options, group, buffer.device)
+        phase = self._phase
         own = self._states.bucket_of(bucket, phase.options)
         if phase.compressor is None:
             future = self._average_plainly(hook_name, bucket, group)
