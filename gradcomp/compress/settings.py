@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,10 +58,10 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 class _Attribute:
-    """A state's attribute that stands for a field of its settings or options. Assignment checks the value."""
+    """A state's attribute that stands for the field of this name in its settings, or else in its options.
 
-    def __init__(self, is_option: bool) -> None:
-        self._is_option = is_option
+    Assignment checks the value.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -70,18 +69,16 @@ class _Attribute:
     def __get__(self, state: Any, owner: type) -> Any:
         if state is None:
             return self
-        return getattr(state.options if self._is_option else state.settings, self._name)
+        return getattr(state.settings if self._name in SETTINGS else state.options, self._name)
 
     def __set__(self, state: Any, value: Any) -> None:
         change = {self._name: value}
-        if self._is_option:
+        if self._name not in SETTINGS:
             change = {"options": replace(state.options, **change)}
         state.change(replace(state.settings, **change))
 
 
-# Each makes a class attribute that stands for the field of the same name in a state's options, or settings.
-option: Callable[[], Any] = partial(_Attribute, is_option=True)
-setting: Callable[[], Any] = partial(_Attribute, is_option=False)
+option: Callable[[], Any] = _Attribute  # Any: the attribute has the field's type
 
 
 class ConfiguredState:
@@ -94,9 +91,9 @@ class ConfiguredState:
     _compressor: type[Compressor]
     _options_class: type
 
-    start_iter: int = setting()
-    random_seed: int = setting()
-    compression_stats_logging_frequency: int = setting()
+    start_iter: int = option()
+    random_seed: int = option()
+    compression_stats_logging_frequency: int = option()
 
     iter: int
     settings: Settings  # change() assigns them

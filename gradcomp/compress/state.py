@@ -39,9 +39,9 @@ from .announcement import LONG_START, UNCLAIMED, announce_phase, announce_start,
 from .compressor import Compressor
 from .parameter_states import Bucket
 from .saved_state import SavedState
-from .settings import Settings, option, setting
+from .settings import Settings, option
 
-__all__ = ["CompressorState", "Phase", "compress_hook", "option", "setting"]
+__all__ = ["CompressorState", "Phase", "compress_hook", "option"]
 
 
 class Phase(NamedTuple):

@@ -69,15 +69,12 @@ def test_two_models_with_one_state(name):
         one = hooked(name, group)
         models = [layers("a") for _ in range(2)]
         both = [LocalSteps(model, every=1, **one) for model in models]
-        apart = [layers("a") for _ in range(2)]
-        own = [LocalSteps(model, every=1, **hooked("int4", group)) for model in apart]
         sums = [0.0, 0.0]
         for number in range(12):
             for index, (model, local_steps) in enumerate(zip(models, both, strict=True)):
                 (moves,) = learn(model, local_steps, rank + 10 * index, [number])
                 sums[index] += moves["a.weight"].double()
-        del own
-        start = weights(apart[0])["a.weight"].double()
+        start = weights(layers("a"))["a.weight"].double()
         moved = [weights(model)["a.weight"].double() - start for model in models]
         errors = [entry["error"].double() for entry in one["state"].state.values() if "error" in entry]
         return sums, moved, errors
