@@ -39,7 +39,7 @@ NOT_THROUGH_DCP = (
 )
 _KEYS = (
     *("version", "algorithm", "options", *SETTINGS, *PROGRESS),
-    *("errors_of", "num_parameters", "parameters"),
+    *("gradient_scale", "errors_of", "num_parameters", "parameters"),
 )
 
 
@@ -80,15 +80,15 @@ def checked(
             f"the state_dict lacks all that a hook's state saves; it has {first_of(list(state_dict))}. "
             "Likely cause: it is a whole checkpoint: load the entry that state.state_dict() gave"
         )
-    if (scale := state_dict.get("gradient_scale")) is not None:
-        state_dict = state_dict | {"gradient_scale": SCALE("gradient_scale", scale)}
     # First: another hook's file has other keys. A state may have had its compressor's name once.
     if state_dict.get("algorithm", algorithm) not in (algorithm, compressor.__name__):
         raise ValueError(
             f"the state_dict is of {state_dict['algorithm']!r}, but this state is of {algorithm!r}: load it "
             "into a state of the hook that saved it"
         )
-    require_keys("the state_dict", {"gradient_scale": scale} | state_dict, (*_KEYS, "gradient_scale"))
+    state_dict = {"gradient_scale": None, **state_dict}  # which earlier commits left out
+    require_keys("the state_dict", state_dict, _KEYS)
+    scale = state_dict["gradient_scale"]
     options, names = state_dict["options"], [each.name for each in fields_of(options_class)]
     if isinstance(options, dict):  # of an earlier commit, maybe, which had within_dtype
         options = {name: options[name] for name in options if name != "within_dtype" or name in names}
@@ -103,6 +103,7 @@ def checked(
         "options": as_dict(settings.options),
         **settings.common(),
         **{name: rule(name, state_dict[name]) for name, rule in PROGRESS.items()},
+        "gradient_scale": None if scale is None else SCALE("gradient_scale", scale),
         "errors_of": _checked_owner(state_dict["errors_of"]),
         "parameters": _checked_entries(state_dict["parameters"], state_dict["num_parameters"], compressor),
     }

@@ -200,7 +200,7 @@ class SavedState(ConfiguredState):
         "errors_of": the rank that the errors belong to, {"rank", "world_size"}.
         "parameters": what is kept of each parameter, as in `state`.
         "num_parameters": the number of entries in "parameters".
-        "gradient_scale": the errors' scale, if it is known.
+        "gradient_scale": the errors' scale; None if it is unknown.
         """
         entries = self._states.entries()
         for entry in entries.values():
@@ -212,11 +212,11 @@ class SavedState(ConfiguredState):
             "options": as_dict(self.options),
             **self.settings.common(),
             **{name: getattr(self, name) for name in PROGRESS},
+            "gradient_scale": self._scale,
             "errors_of": self._errors_of or owner_of(self.process_group),
             # Shows missing entries: a container that fills only the target's entries leaves none.
             "num_parameters": len(entries),
             "parameters": entries,
-            **({} if self._scale is None else {"gradient_scale": self._scale}),
         }
 
     def shared_state_dict(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class SavedState(ConfiguredState):
         self._states.load(checked["parameters"])
         for name in PROGRESS:
             setattr(self, name, checked[name])
-        self._scale = checked.get("gradient_scale")
+        self._scale = checked["gradient_scale"]
         has_errors = any("error" in entry for entry in checked["parameters"].values())
         self._errors_of = checked["errors_of"] if has_errors else None
 
