@@ -27,7 +27,7 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     count, otherwise float64, and on CUDA the host doesn't wait.
 
     Raises ValueError on every rank unless each count is a finite number of 0 or more, and the counts' sum and
-    the factor are finite in fp64. On CUDA nothing is raised, but the factor is NaN on every rank.
+    the factor are finite in fp64. A CUDA tensor's value raises nothing, but makes every rank's factor NaN.
 
     Example::
 
@@ -36,23 +36,22 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     """
     require_group("loss_factor", process_group)
     group, is_tensor = joined_group(process_group), isinstance(count, torch.Tensor)
-    num_ranks, device = (
-        1 if group is None else group.size(),
-        count.device if is_tensor else torch.device("cpu"),
-    )
+    device = count.device if is_tensor else torch.device("cpu")
     on_host = not has_streams(device)
     on = device_for(group, ()) if group is not None and on_host else device
+    is_number = True
     try:
         total = torch.as_tensor(plain(count), dtype=torch.float64, device=on).detach().reshape(())
     except (OverflowError, RuntimeError, TypeError, ValueError):
-        total = torch.tensor(math.nan, dtype=torch.float64, device=on)  # the other ranks wait for this one
+        # The other ranks wait for this one.
+        is_number, total = False, torch.tensor(math.nan, dtype=torch.float64, device=on)
     total = total.where(total >= 0, math.nan)
     if group is not None:
         with Explaining.of("add up all ranks' counts with loss_factor", group):
             dist.all_reduce(total, group=group)
-    factor = torch.where(total == 0, 0.0, num_ranks / total)
+    factor = torch.where(total == 0, 0.0, (1 if group is None else group.size()) / total)
     factor = factor.where(factor.isfinite() & total.isfinite(), math.nan)
-    if on_host and factor.isnan():
+    if not is_number or (on_host and factor.isnan()):
         raise ValueError(
             "loss_factor takes a finite number of 0 or more on every rank, with a finite sum and a mean of at"
             f" least 6e-309; this rank's is {repr(count)[:100]}"
