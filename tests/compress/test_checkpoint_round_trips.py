@@ -84,7 +84,7 @@ def through_dcp(state, make, hook, folder):
 # True: each rank gets its own errors back. False: each rank gets the mean of all ranks' errors.
 WAYS = {
     "a file": (lambda s, make, hook, folder: loaded_twice(make, s.state_dict()), True),
-    "a pickle": (lambda s, make, hook, folder: reload(s), True),
+    "a pickle": (lambda s, make, hook, folder: reload(s, weights_only=type(s) is not CompressorState), True),
     "a copy": (lambda s, make, hook, folder: copy.copy(s), True),
     "the process group's checkpoint": (through_dcp, True),
     "one file": (lambda s, make, hook, folder: loaded(make, consolidated_state_dict(s)), False),
