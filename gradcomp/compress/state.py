@@ -113,7 +113,8 @@ class CompressorState(SavedState):
             )
         settings = Settings(options, start_iter, random_seed, compression_stats_logging_frequency)
         self._require_start(settings.start_iter, options)
-        self._compressor, self._options_class = compressor, type(options)
+        if not hasattr(type(self), "_compressor"):
+            self._compressor, self._options_class = compressor, type(options)
         self._reset(None, settings)
         if ranks_per_node is not None:
             self.ranks_per_node = ranks_per_node
