@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gradcomp.device import has_streams
 
-from ..rules import described, plain
+from ..rules import plain
 from .process_group import Explaining, device_for, joined_group, require_group
 
 
@@ -26,9 +26,8 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     Returns a float for a number. For a tensor it returns one on the tensor's device, float32 for an integer
     count, otherwise float64, and on CUDA the host doesn't wait.
 
-    Raises TypeError for anything but a real number, ValueError if it is negative or not finite; ValueError on
-    all other ranks, too, and on all ranks if the counts' sum or the factor is infinite in fp64.
-    A CUDA tensor's value raises nothing, but makes the factor NaN on every rank.
+    Raises ValueError on every rank unless each count is a finite number of 0 or more, and the counts' sum and
+    the factor are finite in fp64. A CUDA tensor's value raises nothing, but makes every rank's factor NaN.
 
     Example::
 
@@ -36,38 +35,26 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
         (factor * cross_entropy(logits, labels, reduction="sum")).backward()
     """
     require_group("loss_factor", process_group)
-    group, value = joined_group(process_group), plain(count)
-    num_ranks = 1 if group is None else group.size()
-    if is_tensor := isinstance(value, torch.Tensor):
-        device, is_dense = value.device, value.layout == torch.strided and not value.is_meta
-        is_number = is_dense and value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
-    else:
-        device, is_number = torch.device("cpu"), type(value) in (int, float)
+    group, is_tensor = joined_group(process_group), isinstance(count, torch.Tensor)
+    device = count.device if is_tensor else torch.device("cpu")
     on_host = not has_streams(device)
-    error: Exception | None = None
-    if not is_number:
-        error = TypeError(f"loss_factor takes a number, or a tensor of one number, got {described(count)}")
-    elif on_host:
-        value = value.item() if is_tensor else value
-        if not 0 <= value <= torch.finfo(torch.float64).max:
-            error = ValueError(f"loss_factor takes a finite count of 0 or more, got {value!r}")
-    # The other ranks wait for this one, so an invalid count is sent, too.
-    sent = value if error is None else math.nan
     on = device_for(group, ()) if group is not None and on_host else device
-    total = torch.as_tensor(sent, dtype=torch.float64, device=on).detach().reshape(())
+    is_number = True
+    try:
+        total = torch.as_tensor(plain(count), dtype=torch.float64, device=on).detach().reshape(())
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        # The other ranks wait for this one.
+        is_number, total = False, torch.tensor(math.nan, dtype=torch.float64, device=on)
     total = total.where(total >= 0, math.nan)
     if group is not None:
         with Explaining.of("add up all ranks' counts with loss_factor", group):
             dist.all_reduce(total, group=group)
-    factor = torch.where(total == 0, 0.0, num_ranks / total)
+    factor = torch.where(total == 0, 0.0, (1 if group is None else group.size()) / total)
     factor = factor.where(factor.isfinite() & total.isfinite(), math.nan)
-    if error is not None:
-        raise error
-    if on_host and factor.isnan():
+    if not is_number or (on_host and factor.isnan()):
         raise ValueError(
-            "loss_factor takes finite counts of 0 or more, but another rank's count is not, or the counts' "
-            "sum is infinite, or their mean is below 6e-309, where the factor would be infinite. This rank's "
-            f"count is {value!r}"
+            "loss_factor takes a finite number of 0 or more on every rank, with a finite sum and a mean of at"
+            f" least 6e-309; this rank's is {repr(count)[:100]}"
         )
     if not is_tensor:
         return factor.item()

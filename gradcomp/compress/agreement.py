@@ -4,6 +4,8 @@ And what ranks that join take over from others: the number of steps, options and
 rank's own.
 """
 
+import ctypes
+import hashlib
 import logging
 import weakref
 from collections.abc import Mapping
@@ -20,7 +22,7 @@ from ..comm.exchange import MIN_DELAY_S, round_trip_s
 from ..comm.nodes import nodes_in
 from ..comm.process_group import Explaining
 from ..comm.reduced_values import ReducedValues
-from ..comm.torch_private import tree_flatten, tree_map_only
+from ..comm.torch_private import tree_map_only
 
 
 @dataclass(frozen=True)
@@ -49,30 +51,24 @@ class Place:
 
 
 def agree(
-    hook_name: str,
-    bucket: dist.GradBucket,
-    group: dist.ProcessGroup,
-    values: Mapping[str, Any],
-    ranks_per_node: int | str,
-    *,
-    is_first: bool,
-    compares_processors: bool,
+    state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
 ) -> Place:
     """Compare the ranks before a bucket of a state's first step is averaged.
 
-    hook_name: the hook's name in messages.
-    values: what must be equal on all ranks, by name, besides the bucket.
-    ranks_per_node: as given to the state.
     is_first: whether the bucket is the first one of its step.
-    compares_processors: whether averages depend on the processor, so that unlike ones are warned of.
 
     Returns this rank's place: nodes and round trip are the same on all ranks.
 
-    Raises RuntimeError on every rank if values or buckets differ between ranks.
+    Raises RuntimeError on every rank if options or buckets differ between ranks.
     """
     whose, buffer = f"{hook_name}'s state", bucket.buffer()
     values = {
-        **values,
+        **state.compared_options(),
+        "iter": state.iter,
+        "names of parameters (number_parameters gives them)": [
+            *map(state._states.keys.get, bucket.parameters())
+        ],
+        "directions": state._states.common_digest(),
         "hook": hook_name,
         "world size": group.size(),
         "dtype of the bucket": buffer.dtype,
@@ -82,7 +78,7 @@ def agree(
     }
     if is_first:
         require_same_group(whose, group)
-    own = processor(buffer.device) if compares_processors else {}
+    own = {} if state._compressor.is_same_on_all_processors else processor(buffer.device)
     unlike = require_same_on_all_ranks(
         whose,
         values,
@@ -98,7 +94,7 @@ def agree(
             "drift apart by rounding errors; see docs/powersgd.md.",
             *(hook_name, "; ".join(unlike.values())),
         )
-    nodes = nodes_in(whose, ranks_per_node, group, buffer.device)
+    nodes = nodes_in(whose, state.ranks_per_node, group, buffer.device)
     round_trip = round_trip_s(buffer, group, nodes.between if nodes else None)
     of_nodes = (nodes.ranks_per_node, nodes.within.rank(), str(nodes)) if nodes else (1, 0, "")
     return Place(weakref.ref(group), group.size(), group.rank(), *of_nodes, round_trip)
@@ -125,24 +121,21 @@ def take_over(state: Any, source: int, group: dist.ProcessGroup) -> None:
 
     A collective. Raises the errors of the state's load_state_dict.
     """
-    own = state.shared_state_dict()
-    taken = [tree_map_only(torch.Tensor, torch.Tensor.cpu, own)]
+    own = tree_map_only(torch.Tensor, torch.Tensor.cpu, state.shared_state_dict())
+    taken = [own]
     with Explaining.of(f"take over the hook's state of rank {source}", group):
         dist.broadcast_object_list(taken, group_src=source, group=group)
-    if not _are_equal(own, taken[0]):
+    if own["iter"] != taken[0]["iter"] or digest_of(own["parameters"]) != digest_of(taken[0]["parameters"]):
         state.load_state_dict(taken[0])
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two shared_state_dicts have the same step and directions."""
-
-    def flat(state: Any) -> Any:
-        return tree_flatten(
-            (state["iter"], sorted(state["parameters"].items(), key=lambda pair: str(pair[0])))
-        )
-
-    (ours, outline), (theirs, others_outline) = flat(one), flat(other)
-    return outline == others_outline and all(
-        a.cpu().equal(b.cpu()) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(ours, theirs, strict=True)
-    )
+def digest_of(entries: Mapping[Any, Mapping[str, torch.Tensor]]) -> str:
+    """Return a digest of the entries that must be the same on every rank: all but errors."""
+    digest = hashlib.sha256()
+    for key in sorted(entries, key=str):
+        for name, value in sorted(entries[key].items()):
+            if name != "error":
+                on_cpu = value.detach().cpu().contiguous()
+                digest.update(f"{key} {name}".encode())
+                digest.update(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes))
+    return digest.hexdigest()[:16]

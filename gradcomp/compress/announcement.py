@@ -34,15 +34,13 @@ def announce_phase(state: Any, name: str, place: Place, gradient_bytes: int, sen
     sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
     """
     state.announced.add(name)
-    is_resumed = state.is_resumed and state.iter > state.start_iter
-    begins, on = ("continues to compress at", "") if is_resumed else ("compresses from", " on")
     per = f"node, between {place.nodes}" if place.nodes else "rank"
     if sent_bytes < gradient_bytes:
         rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
     else:
         rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
     saved = f"{rate}, {shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)}"
-    text = f"{name} {begins} step {state.iter}{on}: {saved} per step and {per}"
+    text = f"{name} compresses from step {state.iter} on: {saved} per step and {per}"
     if place.has_delay:
         text += f"; a message and its answer take {place.round_trip_s * 1e3:.0f} ms"
     if place.size == 1:

@@ -39,15 +39,15 @@ NOT_THROUGH_DCP = (
 )
 _KEYS = (
     *("version", "algorithm", "options", *SETTINGS, *PROGRESS),
-    *("errors_of", "num_parameters", "parameters"),
+    *("gradient_scale", "errors_of", "num_parameters", "parameters"),
 )
 
 
-def replaced(own: Settings, loaded: Settings, default: Settings) -> list[str]:
+def replaced(own: Settings, checked: dict[str, Any], default: Settings) -> list[str]:
     """Name the settings and options of a state that loading changes, except from their defaults.
 
-    own, loaded: the state's, and those to load.
-    default: a new state's.
+    checked: the state_dict to load.
+    default: a new state's settings.
 
     Returns the texts of `changes`.
     """
@@ -56,36 +56,12 @@ def replaced(own: Settings, loaded: Settings, default: Settings) -> list[str]:
         defaults |= as_dict(type(own.options)())
     before = own.by_name()
     given = {name: each for name, each in before.items() if name not in defaults or defaults[name] != each}
-    return changes(given, loaded.by_name())
+    return changes(given, {**checked, **checked["options"]})
 
 
-def settings_of(state_dict: dict[str, Any], options_class: type) -> Settings:
-    """Return a checked state_dict's settings. options_class: see options_from."""
-    common = {name: state_dict[name] for name in SETTINGS}
-    return Settings(options_class(**state_dict["options"]), **common)
-
-
-def options_from(what: str, given: Any, options_class: type) -> Any:
-    """Make a compressor's options from a dict.
-
-    what: the dict's place in the state_dict, for messages; may be "".
-    options_class: a dataclass, or NoneType for a compressor without options.
-
-    Raises KeyError for missing and unknown options, ValueError for invalid ones, or for anything but a dict.
-    """
-    names = [each.name for each in fields_of(options_class)]
-    if isinstance(given, dict):  # of an earlier commit, maybe, which had within_dtype
-        given = {name: given[name] for name in given if name != "within_dtype" or name in names}
-    require_keys(what or "options", given, names)
-    try:
-        return options_class(**given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: {error}" if what else str(error)) from error
-
-
-def has_errors(state_dict: dict[str, Any]) -> bool:
-    """Return whether any parameter in the state_dict has an error."""
-    return any("error" in entry for entry in state_dict["parameters"].values())
+def settings_of(checked: dict[str, Any], options_class: type) -> Settings:
+    """Return a checked state_dict's settings. options_class: NoneType for a compressor without options."""
+    return Settings(options_class(**checked["options"]), **{name: checked[name] for name in SETTINGS})
 
 
 def checked(
@@ -93,8 +69,7 @@ def checked(
 ) -> dict[str, Any]:
     """Check a state_dict, and return it in plain types.
 
-    algorithm, compressor: the state's algorithm and the class of its compressors.
-    options_class: see options_from.
+    algorithm, compressor, options_class: the state's.
 
     Raises TypeError for anything but a state_dict; KeyError for missing and unknown keys; ValueError for
     another version, another algorithm, or any other value that doesn't fit.
@@ -105,24 +80,31 @@ def checked(
             f"the state_dict lacks all that a hook's state saves; it has {first_of(list(state_dict))}. "
             "Likely cause: it is a whole checkpoint: load the entry that state.state_dict() gave"
         )
-    if (scale := state_dict.get("gradient_scale")) is not None:
-        state_dict = state_dict | {"gradient_scale": SCALE("gradient_scale", scale)}
     # First: another hook's file has other keys. A state may have had its compressor's name once.
     if state_dict.get("algorithm", algorithm) not in (algorithm, compressor.__name__):
         raise ValueError(
             f"the state_dict is of {state_dict['algorithm']!r}, but this state is of {algorithm!r}: load it "
             "into a state of the hook that saved it"
         )
-    require_keys("the state_dict", {"gradient_scale": scale} | state_dict, (*_KEYS, "gradient_scale"))
-    options = options_from("", state_dict["options"], options_class)
-    settings = Settings(options, **{name: state_dict[name] for name in SETTINGS})
+    state_dict = {"gradient_scale": None, **state_dict}  # which earlier commits left out
+    require_keys("the state_dict", state_dict, _KEYS)
+    scale = state_dict["gradient_scale"]
+    options, names = state_dict["options"], [each.name for each in fields_of(options_class)]
+    if isinstance(options, dict):  # of an earlier commit, maybe, which had within_dtype
+        options = {name: options[name] for name in options if name != "within_dtype" or name in names}
+    require_keys("options", options, names)
+    try:
+        settings = settings_of({**state_dict, "options": options}, options_class)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
     return {
         **state_dict,
         "algorithm": algorithm,
-        "options": as_dict(options),
+        "options": as_dict(settings.options),
         **settings.common(),
         **{name: rule(name, state_dict[name]) for name, rule in PROGRESS.items()},
-        "errors_of": checked_owner(state_dict["errors_of"]),
+        "gradient_scale": None if scale is None else SCALE("gradient_scale", scale),
+        "errors_of": _checked_owner(state_dict["errors_of"]),
         "parameters": _checked_entries(state_dict["parameters"], state_dict["num_parameters"], compressor),
     }
 
@@ -140,10 +122,7 @@ def require_version(state_dict: Any) -> None:
 
 
 def _checked_entries(entries: Any, expected: Any, compressor: type[Compressor]) -> Entries:
-    """Check "parameters", and return it with copied tensors.
-
-    expected: "num_parameters".
-    """
+    """Check "parameters", and return it with copied tensors. expected: "num_parameters"."""
     if not isinstance(entries, dict):
         raise ValueError(f"parameters is a {type(entries).__name__}, but must be a dict")
     if type(expected) is not int or len(entries) != expected:
@@ -167,8 +146,9 @@ def _checked_entry(key: Any, entry: Any, compressor: type[Compressor]) -> Entry:
         raise ValueError(f"{what} has an error, but errors belong to one parameter each")
     tensors: Entry = {}
     for name, given in entry.items():
-        is_error = name == "error"
-        tensors[name] = checked_tensor(f"{what}: {name}", given, is_float=True if is_error else None)
+        tensors[name] = _checked_tensor(f"{what}: {name}", given)
+        if name == "error" and not given.is_floating_point():
+            raise ValueError(f"{what}: error is of {given.dtype}, but must be of a floating-point dtype")
     try:
         compressor.check_entry(tensors, of_bucket=of_bucket)
     except ValueError as error:
@@ -177,10 +157,7 @@ def _checked_entry(key: Any, entry: Any, compressor: type[Compressor]) -> Entry:
 
 
 def require_names(entry: Entry, known: Sequence[str]) -> None:
-    """Raise ValueError for an entry with unknown names.
-
-    known: the known names.
-    """
+    """Raise ValueError for an entry with other names than the known ones."""
     if unknown := [name for name in entry if name not in known]:
         raise ValueError(f"has the unknown {', '.join(map(repr, unknown))}")
 
@@ -197,7 +174,7 @@ def require_keys(what: str, given: Any, expected: Iterable[str]) -> None:
         raise KeyError(f"{what} {' and '.join(found)}")
 
 
-def checked_owner(errors_of: Any) -> dict[str, Any] | None:
+def _checked_owner(errors_of: Any) -> dict[str, Any] | None:
     """Check "errors_of", and return it in plain types. Raises ValueError for a rank ≥ the world size."""
     if errors_of is None:
         return None
@@ -208,20 +185,16 @@ def checked_owner(errors_of: Any) -> dict[str, Any] | None:
     return {"rank": rank, "world_size": world_size}
 
 
-def checked_tensor(what: str, given: Any, *, is_float: bool | None) -> torch.Tensor:
+def _checked_tensor(what: str, given: Any) -> torch.Tensor:
     """Check a tensor, and return a copy. Raises ValueError unless it is dense, and finite if it has floats.
 
     A copy of a tensor that repeats elements would be larger than its file: such a tensor isn't dense, either.
     Zeros that repeat one element are what shared_state_dict gives, and stay one element here.
-
-    is_float: whether it must be of a floating-point dtype.
     """
     if not isinstance(given, torch.Tensor):
         raise ValueError(f"{what} is a {type(given).__name__}, but must be a tensor")
     if given.layout != torch.strided or given.is_meta:
         raise ValueError(f"{what} is {given.layout} on {given.device}, but must be dense and have values")
-    if is_float and not given.is_floating_point():
-        raise ValueError(f"{what} is of {given.dtype}, but must be of a floating-point dtype")
     if given.untyped_storage().nbytes() < given.nbytes:
         if not any(given.stride()) and given[(0,) * given.dim()] == 0:
             return given.new_zeros(()).expand(given.shape)

@@ -170,7 +170,7 @@ def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the values that must be equal on all ranks before their errors are averaged."""
     return {
         "step": state_dict["iter"],
-        "gradient_scale": state_dict.get("gradient_scale"),
+        "gradient_scale": state_dict["gradient_scale"],
         "parameters": {
             str(key): {name: list(value.shape) for name, value in sorted(entry.items())}
             for key, entry in state_dict["parameters"].items()

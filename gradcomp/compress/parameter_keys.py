@@ -43,22 +43,9 @@ class ParameterKeys:
 
     def __init__(self) -> None:
         self._key_of: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
-        # The keys in the state that this one's state is a copy of. A key is a parameter's here, too, unless
-        # another parameter, such as its copy, has taken it.
-        self._inherited: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
         self._first_buckets: list[str] = []  # their digests
         # The keys of parameters that live in this step; parameters may be deleted between steps.
         self.of_step: set[str] = set()
-
-    def inherit(self, other: "ParameterKeys") -> None:
-        """Take over the keys of living parameters from the state that this one's state is a copy of."""
-        self._inherited.update(other._inherited.items())
-        self._inherited.update(other._key_of.items())
-
-    @property
-    def knows_any(self) -> bool:
-        """True if a living parameter has a key."""
-        return bool(self._key_of) or bool(self._inherited)
 
     def known(self) -> set[str]:
         """Return the keys of living parameters."""
@@ -74,8 +61,6 @@ class ParameterKeys:
         A name is not given twice: if another living tensor has it, that tensor's model shares the state.
 
         Returns the changed keys: pairs of (a parameter's key so far, its name).
-
-        Raises TypeError for anything but pairs of a name and a tensor.
         """
         pairs = named_tensors("number_parameters", named_parameters, needs_names=True)
         names = [without_wrappers(name) for name, _ in pairs]
@@ -101,15 +86,8 @@ class ParameterKeys:
         """
         new = [pair for pair in zip(parameters, shapes, strict=True) if pair[0] not in self._key_of]
         if new:
-            taken = set(self._key_of.values())
-            inherited = [self._inherited.get(parameter) for parameter, _ in new]
-            for (parameter, _), key in zip(new, inherited, strict=True):
-                if key is not None and key not in taken:
-                    self._key_of[parameter] = key
-            unnamed = [pair for pair in new if pair[0] not in self._key_of]
-            if unnamed:
-                keys = self._of_first_bucket([shape for _, shape in unnamed])
-                self._key_of.update(zip((parameter for parameter, _ in unnamed), keys, strict=True))
+            keys = self._of_first_bucket([shape for _, shape in new])
+            self._key_of.update(zip((parameter for parameter, _ in new), keys, strict=True))
         found = [self._key_of[parameter] for parameter in parameters]
         self.of_step.update(found)
         return found

@@ -10,20 +10,16 @@ in other buckets, or when someone reads them:
     later steps              bucket 0: 7 6 5     bucket 1: 4 3 2     bucket 2: 1 0
 
 So an error follows its parameter to any bucket, run or copy of a state. What a compressor keeps of a whole
-bucket has the keys of all the bucket's parameters as its key, a tuple. If they come in another order, the
-compressor works on a copy of the bucket in the key's order.
+bucket has the keys of all the bucket's parameters, in their order, as its key, a tuple.
 """
 
-import ctypes
-import hashlib
 import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,16 +29,14 @@ from gradcomp.device import has_streams
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.pipeline import Stages
 from ..comm.streams import side_stream
-from .agreement import Place
+from .agreement import Place, digest_of
 from .compressor import BucketSpec, Compressor, State
 from .parameter_keys import ParameterKeys, Shape, draw_of
 
-NUM_IDLE_STEPS = 64  # after which a bucket that doesn't come loses its compressor
 _OF_AVERAGE = "average_("  # begins the names that average_ gives tensors with keys
 # What is kept of one parameter, by name. "error" has the parameter's shape.
 Entry = dict[str, torch.Tensor]
 Entries = dict[str | tuple[str, ...], Entry]
-T = TypeVar("T")
 
 
 @dataclass
@@ -52,12 +46,10 @@ class Bucket:
     index: the bucket's index.
     dtype: the buffer's.
     options: the compressor's.
-    shapes, keys, parameters: one per parameter, in the compressor's order.
-    order: their positions in the bucket, if its order differs; otherwise None.
+    shapes, keys, parameters: one per parameter.
     compressor: None before the first compressed step.
     device: the compressor's.
     made_for: what the state has made it for; empty without one.
-    num_idle: the number of steps since it came last.
     unit: the buffer's gradients have been multiplied by it; so have the compressor's and the pending errors,
         but not the errors of entries.
     pending: by position, errors that another compressor has left of tensors that this one sends exactly. Each
@@ -73,12 +65,10 @@ class Bucket:
     shapes: list[Shape]
     keys: list[str]
     parameters: list[weakref.ref[torch.Tensor]]
-    order: list[int] | None = None
     compressor: Compressor | None = None
     made_for: tuple[Any, ...] = ()
     device: torch.device | None = None
     is_warmed_up: bool = False
-    num_idle: int = 0
     unit: float = 1.0
     pending: dict[int, torch.Tensor | None] = field(default_factory=dict)
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -114,12 +104,6 @@ class Bucket:
         return list(map(math.prod, self.shapes))
 
     @property
-    def slices(self) -> list[slice]:
-        """The elements of each parameter in the bucket."""
-        ends = list(accumulate(self.numels, initial=0))
-        return list(map(slice, ends, ends[1:]))
-
-    @property
     def waits(self) -> bool:
         """True if errors are pending, or were a step ago.
 
@@ -127,16 +111,10 @@ class Bucket:
         """
         return bool(self.sent) or any(error is not None for error in self.pending.values())
 
-    def ordered(self, of_bucket: list[T]) -> list[T]:
-        """Return what belongs to the bucket's parameters in the compressor's order."""
-        return of_bucket if self.order is None else [of_bucket[i] for i in self.order]
-
     def is_unchanged_for(self, parameters: list[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
         """Return whether the parameters are these, in this order, and dtype, options and shapes are equal."""
         if self.dtype != dtype or len(self.parameters) != len(parameters):
             return False
-        if self.order is not None:
-            parameters = self.ordered(parameters)
         if not all(map(operator.is_, [ref() for ref in self.parameters], parameters)):
             return False
         # A real parameter has its gradient's shape. real_shape also handles complex ones, but takes longer.
@@ -153,8 +131,7 @@ class Bucket:
         """
         if not isinstance(bucket, dist.GradBucket):
             return []
-        parameters = bucket.parameters() if self.order is None else self.ordered(bucket.parameters())
-        return [i for i, parameter in enumerate(parameters) if parameter.grad is None]
+        return [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
 
     # --- the compressor ---
 
@@ -166,21 +143,14 @@ class Bucket:
         seed: the seed for random choices.
         undoable: the step's number, to keep what takes it back; None to keep nothing.
         """
-        compressor, buffer, unused = self.compressor, bucket.buffer(), self.unused(bucket)
+        compressor, flat, unused = self.compressor, bucket.buffer(), self.unused(bucket)
         assert compressor is not None
-        flat, parts = buffer, list[torch.Tensor]()
-        if self.order is not None:
-            numels = [math.prod(real_shape(parameter)) for parameter in bucket.parameters()]
-            parts = self.ordered(buffer.split(numels))
-            flat = torch.cat(parts)
         self.undo = None if undoable is None else (undoable, [self._snapshot(compressor)])
         if self.pending and self.waits:
             self._send_pending(flat, unused)
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
         yield from compressor.reduce(flat, out, group, seed, unused)
-        if parts:
-            torch._foreach_copy_(parts, list(flat.split(self.numels)))
-        return buffer
+        return flat
 
     def _snapshot(self, compressor: Compressor) -> Callable[[], None]:
         """Copy what a step changes. Returns a function that takes the bucket back to now."""
@@ -195,9 +165,9 @@ class Bucket:
     def _send_pending(self, flat: torch.Tensor, unused: Sequence[int]) -> None:
         """Add the pending errors of used tensors to their gradients."""
         self.sent = {i: error for i, error in self.pending.items() if error is not None and i not in unused}
-        slices = self.slices
+        parts = flat.split(self.numels)
         for position, error in self.sent.items():
-            flat[slices[position]] += error
+            parts[position].add_(error)
             self.pending[position] = None
 
     def current_error(self) -> torch.Tensor | None:
@@ -208,12 +178,16 @@ class Bucket:
 
     def _with_pending(self, error: torch.Tensor | None) -> torch.Tensor:
         """Return a copy of the compressor's error, [numel], with the pending errors in their places."""
-        slices, wide = self.slices, torch.promote_types(self.dtype, torch.float32)
-        zeros = torch.zeros(slices[-1].stop, dtype=wide, device=self.device)
-        whole = zeros if error is None else error.clone()
+        whole = self._zeros() if error is None else error.clone()
+        parts = whole.split(self.numels)
         for position, each in self.pending.items():
-            whole[slices[position]] = 0.0 if each is None else each
+            parts[position][:] = 0.0 if each is None else each
         return whole
+
+    def _zeros(self) -> torch.Tensor:
+        """Return errors of zero, [numel]."""
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return torch.zeros(sum(self.numels), dtype=wide, device=self.device)
 
     def scale_errors(self, factor: float) -> None:
         """Multiply all errors by factor."""
@@ -232,7 +206,7 @@ class Bucket:
         if self.compressor is None:
             return
         if position not in self.compressor.sent_exactly:
-            self.compressor.add_to_error(self.slices[position].start, values)
+            self.compressor.add_to_error(sum(self.numels[:position]), values)
         elif position in self.sent:
             self.pending[position] = values.clone()  # which has the error that was sent
 
@@ -266,13 +240,12 @@ class Bucket:
         Errors that are missing are zeros.
         """
         assert self.compressor is not None
-        wide = torch.promote_types(self.dtype, torch.float32)
         own = [entries.get(key, {}) for key in self.keys]
         state: State = {**entries.get(tuple(self.keys), {})}
         for name in dict.fromkeys(name for entry in own for name in entry):
             values = [entry.get(name) for entry in own]
             if name == "error":
-                state[name] = torch.zeros(sum(self.numels), dtype=wide, device=self.device)
+                state[name] = self._zeros()
                 for part, value in zip(state[name].split(self.numels), values, strict=True):
                     if value is not None:
                         part.copy_(value.reshape(-1))
@@ -280,11 +253,10 @@ class Bucket:
             else:
                 state[name] = values
         if "error" in state:
-            slices = self.slices
+            parts = state["error"].split(self.numels)
             for position in self.compressor.sent_exactly:
-                error = state["error"][slices[position]]
-                self.pending[position] = error.clone()
-                error.zero_()
+                self.pending[position] = parts[position].clone()
+                parts[position].zero_()
         if state:
             self.compressor.load(state)
 
@@ -308,7 +280,7 @@ class ParameterStates:
     @property
     def have_parameters(self) -> bool:
         """True if buckets have brought parameters, or number_parameters has named some that still exist."""
-        return self.keys.knows_any or bool(self._buckets)
+        return bool(self.keys.known() or self._buckets)
 
     def bucket_of(self, bucket: dist.GradBucket, options: Any) -> Bucket:
         """Return what is known of a bucket: as before, if its parameters and options are unchanged."""
@@ -331,7 +303,7 @@ class ParameterStates:
         new = Bucket(index, dtype, options, shapes, keys, list(map(weakref.ref, parameters)))
         for each in self._buckets:
             if each.keys == keys and (each.dtype, each.options, each.shapes) == (dtype, options, shapes):
-                each.index, each.parameters, each.order = index, new.parameters, None
+                each.index, each.parameters = index, new.parameters
                 return each
         for each in self._buckets:
             if not set(keys).isdisjoint(each.keys):
@@ -339,11 +311,6 @@ class ParameterStates:
                 each.parameters = []  # no index leads to it any more
         self._buckets = [each for each in self._buckets if set(keys).isdisjoint(each.keys)]
         self._buckets.append(new)
-        of_all = [each for each in self._entries if isinstance(each, tuple) and set(each) == set(keys)]
-        if of_all and tuple(keys) not in of_all:
-            new.order = list(map(keys.index, of_all[0]))
-            new.shapes, new.keys = new.ordered(shapes), new.ordered(keys)
-            new.parameters = new.ordered(new.parameters)
         return new
 
     def make_compressor(self, bucket: Bucket, make: type[Compressor], spec: BucketSpec) -> list[str]:
@@ -390,20 +357,15 @@ class ParameterStates:
                     function()
 
     def end_step(self) -> None:
-        """Forget the buckets of deleted parameters that the step hasn't used; give idle ones back."""
+        """Forget the buckets of deleted parameters that the step hasn't used."""
         self.keys.of_step.clear()
         self._of_last_step, self._of_step = self._of_step, {}
-        of_step = list(map(id, self._of_last_step.values()))
-        kept = []
-        for each in self._buckets:
-            each.num_idle = 0 if id(each) in of_step else each.num_idle + 1
-            is_alive = any(ref() is not None for ref in each.parameters)
-            if is_alive and each.num_idle == NUM_IDLE_STEPS:
-                each.undo = None  # of an earlier step than the last one
-                self._give_back(each)
-            elif is_alive or not each.num_idle:
-                kept.append(each)
-        self._buckets = kept
+        of_step = set(map(id, self._of_last_step.values()))
+        self._buckets = [
+            each
+            for each in self._buckets
+            if id(each) in of_step or any(ref() is not None for ref in each.parameters)
+        ]
 
     # --- entries ---
 
@@ -425,12 +387,6 @@ class ParameterStates:
             if parts := [entry["error"].flatten() for entry in entries if "error" in entry]:
                 errors[bucket.index] = torch.cat(parts)
         return errors
-
-    @property
-    def have_errors(self) -> bool:
-        """True if the compressor of a bucket keeps errors."""
-        made = [each for each in self._buckets if each.compressor is not None]
-        return any(each.current_error() is not None for each in made)
 
     def load(self, entries: Entries) -> None:
         """Replace all entries."""
@@ -455,11 +411,7 @@ class ParameterStates:
         return [key for key in loaded if key not in known and not (has_some and key.startswith(_OF_AVERAGE))]
 
     def name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Give parameters their names as keys; see ParameterKeys.name.
-
-        Raises TypeError for anything but pairs of a name and a tensor; ValueError if a bucket has brought a
-        parameter without its name, and an entry has that name.
-        """
+        """Give parameters their names as keys; see ParameterKeys.name."""
         for before, name in self.keys.name(named_parameters):
             for bucket in [each for each in self._buckets if before in each.keys]:
                 self._give_back(bucket)
@@ -490,14 +442,7 @@ class ParameterStates:
 
     def common_digest(self) -> str:
         """Return a digest of the waiting entries that must be the same on every rank: all but errors."""
-        digest = hashlib.sha256()
-        for key in sorted(self._entries, key=str):
-            for name, value in sorted(self._entries[key].items()):
-                if name != "error":
-                    on_cpu = value.detach().cpu().contiguous()
-                    digest.update(f"{key} {name}".encode())
-                    digest.update(ctypes.string_at(on_cpu.data_ptr(), on_cpu.nbytes))
-        return digest.hexdigest()[:16]
+        return digest_of(self._entries)
 
 
 def _is_any(error: torch.Tensor) -> bool:

@@ -1,6 +1,5 @@
 """What a hook's state keeps of parameters, and how it is saved."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,11 +15,14 @@ from .parameter_states import Entries, ParameterStates
 from .settings import ConfiguredState, Settings, as_dict, logger_of
 
 
-class KeptState(ConfiguredState):
-    """What every state keeps of parameters, and how errors follow what the loop does with averages."""
+class SavedState(ConfiguredState):
+    """What every state keeps of parameters, its statistics, and its checkpoints, pickles and copies."""
 
     keep_undo: bool = False
     recorder: Any
+    total_numel_before_compression: int
+    total_numel_after_compression: int
+    next_stats_report: int
     _steps: Any  # Steps
 
     def _reset(self, process_group: Any, settings: Settings) -> None:
@@ -30,6 +32,9 @@ class KeptState(ConfiguredState):
         self._states = ParameterStates()
         self._scale: float | None = None  # of gradients and errors
         self._sizes: GradientSizes | None = GradientSizes()  # None once judged
+        self.next_stats_report = 0
+        self.total_numel_before_compression = self.total_numel_after_compression = 0
+        self._errors_of: dict[str, Any] | None = None  # the rank that saved the loaded errors, until a step
 
     # --- parameters ---
 
@@ -146,12 +151,7 @@ class KeptState(ConfiguredState):
         gradient_scale does this for a GradScaler. Raises ValueError for a factor that is not finite and
         positive.
         """
-        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
-            raise ValueError(
-                "rescale_errors takes the new scale divided by the old one, finite and positive; got "
-                f"{factor!r}"
-            )
-        if factor != 1:
+        if (factor := SCALE("the factor of rescale_errors, new scale / old scale,", factor)) != 1:
             self._states.scale_errors(factor)
         if self._sizes is not None:
             self._sizes.scale *= factor
@@ -172,21 +172,7 @@ class KeptState(ConfiguredState):
         """
         return self._states.entries()
 
-
-class SavedState(KeptState):
-    """A state's statistics, and its checkpoints, pickles and copies."""
-
-    total_numel_before_compression: int
-    total_numel_after_compression: int
-    next_stats_report: int
-
-    def _reset(self, process_group: Any, settings: Settings) -> None:
-        super()._reset(process_group, settings)
-        self.next_stats_report = 0
-        self.total_numel_before_compression = self.total_numel_after_compression = 0
-        self.is_resumed = False
-        # The rank that saved the loaded errors, until this process's own rank is known.
-        self._errors_of: dict[str, Any] | None = None
+    # --- statistics ---
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (compression rate, elements before compression, elements after), summed over all steps."""
@@ -214,7 +200,7 @@ class SavedState(KeptState):
         "errors_of": the rank that the errors belong to, {"rank", "world_size"}.
         "parameters": what is kept of each parameter, as in `state`.
         "num_parameters": the number of entries in "parameters".
-        "gradient_scale": the errors' scale, if it is known.
+        "gradient_scale": the errors' scale; None if it is unknown.
         """
         entries = self._states.entries()
         for entry in entries.values():
@@ -226,11 +212,11 @@ class SavedState(KeptState):
             "options": as_dict(self.options),
             **self.settings.common(),
             **{name: getattr(self, name) for name in PROGRESS},
+            "gradient_scale": self._scale,
             "errors_of": self._errors_of or owner_of(self.process_group),
             # Shows missing entries: a container that fills only the target's entries leaves none.
             "num_parameters": len(entries),
             "parameters": entries,
-            **({} if self._scale is None else {"gradient_scale": self._scale}),
         }
 
     def shared_state_dict(self) -> dict[str, Any]:
@@ -254,16 +240,13 @@ class SavedState(KeptState):
         """
         checked = self.checked(state_dict)
         default = Settings(start_iter=self._default_start_iter)
-        loaded = checkpoint.settings_of(checked, self._options_class)
-        if texts := checkpoint.replaced(self.settings, loaded, default):
+        if texts := checkpoint.replaced(self.settings, checked, default):
             logger_of(self).warning(
                 "%s: the checkpoint changes what this state was made with: %s. Its options count; to use "
                 "yours, assign them after load_state_dict.",
-                self.algorithm,
-                ", ".join(texts),
+                *(self.algorithm, ", ".join(texts)),
             )
         self._load_checked(checked)
-        warn_of_another_ranks_errors(self)
 
     @torch.inference_mode(False)
     def checked(self, state_dict: Any) -> dict[str, Any]:
@@ -279,67 +262,44 @@ class SavedState(KeptState):
         self._states.load(checked["parameters"])
         for name in PROGRESS:
             setattr(self, name, checked[name])
-        self.is_resumed, self._scale = True, checked.get("gradient_scale")
-        self._errors_of = checked["errors_of"] if checkpoint.has_errors(checked) else None
+        self._scale = checked["gradient_scale"]
+        has_errors = any("error" in entry for entry in checked["parameters"].values())
+        self._errors_of = checked["errors_of"] if has_errors else None
 
-    def _contents(self) -> Any:
-        """Return the contents of a pickle or a copy: everything except the process group."""
+    def _warn_of_another_ranks_errors(self, group: dist.ProcessGroup) -> None:
+        saved, here, self._errors_of = self._errors_of, owner_of(group), None
+        if saved is None or here is None or saved["rank"] is None or saved == here:
+            return
+        owner, now = (f"rank {each['rank']} of {each['world_size']}" for each in (saved, here))
+        logger_of(self).warning(
+            "%s: the errors loaded on %s belong to %s. If several ranks load the same errors, these count "
+            "several times, and the other ranks' errors are lost. Save one checkpoint per rank; or one for "
+            "all, or for another world size, with consolidated_state_dict(state).",
+            *(self.algorithm, now, owner),
+        )
+
+    def __getstate__(self) -> Any:
+        """Return the contents of a pickle, and of a copy: everything except the process group."""
         nodes = {"ranks_per_node": self.ranks_per_node}
         if hasattr(type(self), "_compressor"):
             return {**self.state_dict(), **nodes}
         classes = {"compressor": self._compressor, "options_class": self._options_class}
         return {**classes, **nodes, "state_dict": self.state_dict()}
 
-    def _restore(self, contents: Any, process_group: Any) -> None:
-        """Set all attributes from _contents(). Raises the errors of load_state_dict."""
-        if not hasattr(type(self), "_compressor"):
-            self._compressor, self._options_class = contents["compressor"], contents["options_class"]
-            contents = {**contents["state_dict"], "ranks_per_node": contents["ranks_per_node"]}
-        ranks_per_node: Any = self._default_ranks_per_node
-        if isinstance(contents, dict) and "ranks_per_node" in contents:
-            contents = dict(contents)
-            ranks_per_node = contents.pop("ranks_per_node")
-        checked = self.checked(contents)
-        self._reset(process_group, checkpoint.settings_of(checked, self._options_class))
-        self._load_checked(checked)
-        self.ranks_per_node = ranks_per_node
-
-    def __getstate__(self) -> Any:
-        return self._contents()
-
     def __setstate__(self, contents: Any) -> None:
-        # The group may still change, so the first compressed step checks that the errors are this rank's.
-        self._restore(contents, joined_group(None) if dist.is_initialized() else None)
+        checkpoint.require_version(contents)
+        if hasattr(type(self), "_compressor"):
+            given = {name: value for name, value in contents.items() if name != "ranks_per_node"}
+        else:
+            self._compressor, self._options_class = contents["compressor"], contents["options_class"]
+            given = contents["state_dict"]
+        checked = self.checked(given)
+        self._reset(joined_group(None), checkpoint.settings_of(checked, self._options_class))
+        self._load_checked(checked)
+        if "ranks_per_node" in contents:
+            self.ranks_per_node = contents["ranks_per_node"]
         logger_of(self).warning(
             "NOTE: Process group will be set to a default group (i.e. the world size). If a different group "
             "is desired, please set `self.process_group` after %s state is loaded.",
             self.algorithm,
         )
-
-    def __copy__(self) -> Any:
-        return self.__deepcopy__({})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the state with all errors, for the same process group, but without its recorder."""
-        copied = memo[id(self)] = object.__new__(type(self))
-        copied._restore(self._contents(), self.process_group)
-        copied._states.keys.inherit(self._states.keys)
-        copied.keep_undo = self.keep_undo
-        return copied
-
-
-def warn_of_another_ranks_errors(state: SavedState, group: dist.ProcessGroup | None = None) -> None:
-    """Warn if another rank saved the loaded errors. Does nothing while this process's rank is unknown."""
-    group = group or joined_group(state.process_group)
-    if state._errors_of is None or group is None:
-        return
-    here, saved, state._errors_of = owner_of(group), state._errors_of, None
-    if here is None or saved["rank"] is None or saved == here:
-        return
-    owner, now = (f"rank {each['rank']} of {each['world_size']}" for each in (saved, here))
-    logger_of(state).warning(
-        "%s: the errors loaded on %s belong to %s. If several ranks load the same errors, these count "
-        "several times, and the other ranks' errors are lost. Save one checkpoint per rank; or one for "
-        "all, or for another world size, with consolidated_state_dict(state).",
-        *(state.algorithm, now, owner),
-    )

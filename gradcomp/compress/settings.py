@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,19 +40,14 @@ class Settings:
 SETTINGS = [each.name for each in fields(Settings) if each.name != "options"]
 
 
+def fields_of(options: Any) -> tuple[Any, ...]:
+    """Return the fields of a compressor's options, or of their class; none for None."""
+    return fields(options) if is_dataclass(options) else ()
+
+
 def as_dict(options: Any) -> dict[str, Any]:
-    """Return a compressor's options by name; an empty dict for None."""
-    return asdict(options) if is_dataclass(options) and not isinstance(options, type) else {}
-
-
-def compared(options: Any) -> dict[str, Any]:
-    """Return the options that must be equal on all ranks, by name."""
-    return {each.name: getattr(options, each.name) for each in fields_of(type(options)) if each.compare}
-
-
-def fields_of(options_class: type) -> tuple[Any, ...]:
-    """Return the fields of a dataclass; none for another class, such as None's."""
-    return fields(options_class) if is_dataclass(options_class) else ()
+    """Return a compressor's options by name."""
+    return {each.name: getattr(options, each.name) for each in fields_of(options)}
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -64,10 +58,10 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 class _Attribute:
-    """A state's attribute that stands for a field of its settings or options. Assignment checks the value."""
+    """A state's attribute that stands for the field of this name in its settings, or else in its options.
 
-    def __init__(self, is_option: bool) -> None:
-        self._is_option = is_option
+    Assignment checks the value.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -75,18 +69,16 @@ class _Attribute:
     def __get__(self, state: Any, owner: type) -> Any:
         if state is None:
             return self
-        return getattr(state.options if self._is_option else state.settings, self._name)
+        return getattr(state.settings if self._name in SETTINGS else state.options, self._name)
 
     def __set__(self, state: Any, value: Any) -> None:
         change = {self._name: value}
-        if self._is_option:
+        if self._name not in SETTINGS:
             change = {"options": replace(state.options, **change)}
         state.change(replace(state.settings, **change))
 
 
-# Each makes a class attribute that stands for the field of the same name in a state's options, or settings.
-option: Callable[[], Any] = partial(_Attribute, is_option=True)
-setting: Callable[[], Any] = partial(_Attribute, is_option=False)
+option: Callable[[], Any] = _Attribute  # Any: the attribute has the field's type
 
 
 class ConfiguredState:
@@ -99,9 +91,9 @@ class ConfiguredState:
     _compressor: type[Compressor]
     _options_class: type
 
-    start_iter: int = setting()
-    random_seed: int = setting()
-    compression_stats_logging_frequency: int = setting()
+    start_iter: int = option()
+    random_seed: int = option()
+    compression_stats_logging_frequency: int = option()
 
     iter: int
     settings: Settings  # change() assigns them
@@ -181,7 +173,10 @@ class ConfiguredState:
     def compared_options(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks, by name."""
         shared = {"start_iter": self.start_iter, "random_seed": self.random_seed}
-        return {"compressor": self.algorithm, **shared, **compared(self.options)}
+        compared = {
+            each.name: getattr(self.options, each.name) for each in fields_of(self.options) if each.compare
+        }
+        return {"compressor": self.algorithm, **shared, **compared}
 
 
 def logger_of(state: ConfiguredState) -> logging.Logger:

@@ -38,10 +38,10 @@ from .agreement import Place, agree
 from .announcement import LONG_START, UNCLAIMED, announce_phase, announce_start, warn_of_keys
 from .compressor import Compressor
 from .parameter_states import Bucket
-from .saved_state import SavedState, warn_of_another_ranks_errors
-from .settings import Settings, option, setting
+from .saved_state import SavedState
+from .settings import Settings, option
 
-__all__ = ["CompressorState", "Phase", "compress_hook", "option", "setting"]
+__all__ = ["CompressorState", "Phase", "compress_hook", "option"]
 
 
 class Phase(NamedTuple):
@@ -113,7 +113,8 @@ class CompressorState(SavedState):
             )
         settings = Settings(options, start_iter, random_seed, compression_stats_logging_frequency)
         self._require_start(settings.start_iter, options)
-        self._compressor, self._options_class = compressor, type(options)
+        if not hasattr(type(self), "_compressor"):
+            self._compressor, self._options_class = compressor, type(options)
         self._reset(None, settings)
         if ranks_per_node is not None:
             self.ranks_per_node = ranks_per_node
@@ -125,7 +126,6 @@ class CompressorState(SavedState):
         self._place = Place()  # in the last bucket's group
         self._steps: Steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
-        self._phase_options: Any = None  # the options that it was asked for
         self.announced: set[str] = set()
         self._pipeline = Pipeline()
         self.recorder: Any = None
@@ -147,7 +147,8 @@ class CompressorState(SavedState):
     def phase(self, options: Any, group: dist.ProcessGroup, device: torch.device) -> Phase:
         """Return how the current step averages buckets with these options.
 
-        Called before the step's first bucket, in the same place on all ranks, and when options change.
+        Called before the step's first bucket, in the same place on all ranks, and for each bucket with other
+        options than the last phase's.
 
         group, device: the bucket's.
         """
@@ -212,17 +213,16 @@ class CompressorState(SavedState):
         if self.compared_in is None or self.compared_in == self._steps.num:  # all buckets of that step
             self.compared_in = None  # if the comparison fails
             self._compare(hook_name, bucket, group, is_first=is_first)
+            self._warn_of_another_ranks_errors(group)
             self.compared_in = self._steps.num
         options = self.settings.options if options is None else options
-        if is_first or self._phase is None or self._phase_options is not options:
-            self._phase, self._phase_options = self.phase(options, group, buffer.device), options
+        if is_first or self._phase is None or self._phase.options is not options:
+            self._phase = self.phase(options, group, buffer.device)
         phase = self._phase
         own = self._states.bucket_of(bucket, phase.options)
         if phase.compressor is None:
             future = self._average_plainly(hook_name, bucket, group)
         else:
-            if self._errors_of is not None:
-                warn_of_another_ranks_errors(self, group)
             future = self._average_compressed(hook_name, bucket, group, phase, own)
         if phase.warms_up and not own.is_warmed_up:
             own.is_warmed_up = True
@@ -289,21 +289,7 @@ class CompressorState(SavedState):
         self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
     ) -> None:
         """In the first step, raise RuntimeError on every rank if options or buckets differ between ranks."""
-        names = list(map(self._states.keys.get, bucket.parameters()))
-        values = self.compared_options() | {
-            "iter": self.iter,
-            "names of parameters (number_parameters gives them)": names,
-            "directions": self._states.common_digest(),
-        }
-        agreed = agree(
-            hook_name,
-            bucket,
-            group,
-            values,
-            self.ranks_per_node,
-            is_first=is_first,
-            compares_processors=not self._compressor.is_same_on_all_processors,
-        )
+        agreed = agree(self, hook_name, bucket, group, is_first=is_first)
         if agreed != self._place:
             self._states.give_all_back()
             self._place = agreed

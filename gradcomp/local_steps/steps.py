@@ -14,6 +14,7 @@ Sources: McMahan et al., "Communication-Efficient Learning of Deep Networks from
 """
 
 import inspect
+import os
 from bisect import bisect_left
 from contextlib import suppress
 from itertools import accumulate, pairwise
@@ -25,91 +26,23 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from ..comm.bucket import Hook, Hooked, name_of
-from ..comm.consistency import difference, require_all_ranks, require_same_on_all_ranks
-from ..comm.process_group import ExplainedError, device_for, ranks_of, resolve_group
+from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
+from ..comm.process_group import device_for, resolve_group
 from ..comm.reduced_values import ReducedValues
 from ..comm.torch_private import tree_map_only
 from ..compress import CompressorState
 from ..compress.agreement import furthest, take_over
+from ..compress.checkpoint import require_keys
 from ..reducer import broadcast_coalesced
-from ..reducer.average import Averaging
 from ..reducer.parameters import common_name_of
-from ..rules import described
-from .checkpoint import SavedSteps, require_numbers
-from .weights import CommonWeights, OwnWeights, Tensors
+from ..rules import COUNT, RANK, described
+from .exchange import Exchange
+from .weights import CommonWeights, OwnWeights, Tensors, local_of
 
 __all__ = ["LocalSteps"]
 
 
-class _Exchange:
-    """An exchange that is under way: an average of pseudo-gradients, with numbers of ranks.
-
-    keys: the tensors by which the hook's state knows the weights.
-    indices: see Averaging.
-    moved: the pseudo-gradients, which become their averages.
-    begun: the weights when it began; empty without a delay.
-    counts: the numbers of ranks that mean to give something in the next exchange, and that do in this one;
-        then every rank's number of exchanges.
-    hooks_step: the hook's step when it began, if it counts.
-    num_steps: the number of local steps since it began.
-    """
-
-    def __init__(
-        self,
-        hooked: Hooked,
-        group: dist.ProcessGroup,
-        keys: Tensors,
-        indices: tuple[int, int],
-        moved: Tensors,
-        begun: Tensors,
-        counts: ReducedValues,
-        factor: float,
-    ):
-        self._hooked, self._group, self._keys, self._indices = hooked, group, keys, indices
-        self.moved, self.begun, self._counts = moved, begun, counts
-        self.hooks_step, self.num_steps = hooked.step, 0
-        try:
-            self.averaging = self.average(moved, factor)
-        except BaseException:
-            hooked.undo(self.hooks_step, all_know=True)  # by the exchanges' numbers
-            raise
-
-    def average(self, moved: Tensors, factor: float) -> Averaging:
-        """Multiply pseudo-gradients, and begin to average them over the group.
-
-        factor: makes the average one over the ranks that count. Those that have joined give zeros. Errors, of
-            earlier exchanges, count as ever.
-        """
-        torch._foreach_mul_(list(moved.values()), factor)
-        sent = {name: each for name, each in moved.items() if each.numel()}
-        return Averaging(
-            list(sent.values()),
-            self._hooked,
-            parameters=[self._keys[name] for name in sent],
-            indices=self._indices,
-            waits_at_once=not self.begun,
-        )
-
-    def wait(self) -> tuple[int, int]:
-        """Wait for the averages. Return the numbers of ranks that give something in the next and in this one.
-
-        Raises ExplainedError on every rank if the ranks have completed different numbers of exchanges.
-        """
-        try:
-            self.averaging.wait()
-            num_active, num_gave, *numbers = map(round, self._counts.wait())
-            if text := difference("the number of completed exchanges", numbers, ranks_of(self._group)):
-                raise ExplainedError(
-                    f"LocalSteps can't average: {text}, so their common weights differ. Likely cause: an "
-                    "exchange failed on some ranks alone, which went on. Call regroup() on every rank"
-                )
-        except BaseException:
-            self._hooked.undo(self.hooks_step, all_know=True)
-            raise
-        return num_active, num_gave
-
-
-class LocalSteps(SavedSteps):
+class LocalSteps:
     """Trains a model with rare exchanges. Call step() after every step of the inner optimizer.
 
     model: the model, without DistributedDataParallel; whole, or sharded with fully_shard over a 1-D mesh of
@@ -165,10 +98,10 @@ class LocalSteps(SavedSteps):
         self._hooked = Hooked(hook, process_group if hook is None else state)
         self._own = OwnWeights(model)
         numels = {name: each.numel() for name, each in self._own.params.items()}
-        require_numbers(every, fragments, delay, len(numels))
+        _require_numbers(every, fragments, delay, len(numels))
         self._every, self._delay, self._fragments = every, delay, _divided(numels, fragments)
         self._num_since = self._num_exchanges = self._num_begun = self._num_active = 0
-        self._under_way: _Exchange | None = None
+        self._under_way: Exchange | None = None
         self._common = CommonWeights(self._own.params, outer_optimizer)
         self._keys = self._own.keys()
         # The state may average the model's gradients, too.
@@ -188,7 +121,7 @@ class LocalSteps(SavedSteps):
 
     @every.setter
     def every(self, value: int) -> None:
-        require_numbers(value, len(self._fragments), self._delay, len(self._own.params))
+        _require_numbers(value, len(self._fragments), self._delay, len(self._own.params))
         self._every = value
 
     @torch.inference_mode(False)
@@ -214,27 +147,6 @@ class LocalSteps(SavedSteps):
             self._num_since = 0
             if self._delay == 0:
                 self._apply()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def restart(self) -> None:
-        """Take the present weights as the common ones, after you have averaged or loaded them yourself.
-
-        Call it on every rank. The weights must be equal on all ranks.
-
-        Raises RuntimeError if a hook's exchange is under way, unless its state has keep_undo = True.
-        """
-        if self._under_way is not None:
-            if self._hooked.keep_undo is False:
-                raise RuntimeError(
-                    "restart() can't take back what the exchange under way has changed in the hook's errors: "
-                    "call it after the exchange, or set state.keep_undo = True"
-                )
-            exchange, self._under_way = self._under_way, None
-            exchange.wait()
-            self._hooked.undo(exchange.hooks_step)
-        self._num_since, self._num_begun = 0, self._num_exchanges
-        self._common.load(self._own.params)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -332,7 +244,7 @@ class LocalSteps(SavedSteps):
         counts = ReducedValues(what, given, [self._group], self._device, dist.ReduceOp.SUM)
         self._num_begun += 1
         factor = self._group.size() / self._num_active
-        self._under_way = _Exchange(
+        self._under_way = Exchange(
             self._hooked, self._group, self._keys, indices, moved, begun, counts, factor
         )
 
@@ -356,6 +268,118 @@ class LocalSteps(SavedSteps):
         self._own.write({name: self._common.shards[name] for name in moved})
         for name, weight in self._own.local(now).items():  # what this rank has learned during the exchange
             weight += now[name] - exchange.begun[name]
+
+    # --- checkpoints ---
+
+    def _counts(self) -> dict[str, int]:
+        return {"every": self._every, "num_since": self._num_since, "num_exchanges": self._num_exchanges}
+
+    def _set(self, counts: dict[str, int]) -> None:
+        self._under_way, self._every, self._num_since = None, counts["every"], counts["num_since"]
+        self._num_exchanges = self._num_begun = counts["num_exchanges"]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but the model and the inner optimizer, which are each rank's own.
+
+        An exchange under way is applied first: save the model's weights afterwards. Call it on every rank
+        after the same step.
+
+        common: the common weights, by name; DTensors if the model is sharded.
+        outer: the outer optimizer's tensors in the weights' shapes, by what they are and name; likewise.
+        plain: a tuple of (counts, the rest of the outer optimizer's state).
+        hook_state: a tuple of the hook's state_dict; None without one, and for a sharded model: save
+            per_rank_state_dict(state) under a name of the shard.
+        """
+        if self._under_way is not None:
+            self._apply()
+        has_state = self._hooked.can("state_dict") and not self._own.is_sharded
+        tensors, rest = self._common.optimizer_state()
+        wrapped = {
+            what: {name: self._common.distributed(name, each.clone()) for name, each in by_name.items()}
+            for what, by_name in {"common": self._common.shards, **tensors}.items()
+        }
+        return {
+            "common": wrapped.pop("common"),
+            "outer": wrapped,
+            "plain": (self._counts(), rest),
+            "hook_state": (self._hooked.state.state_dict(),) if has_state else None,
+        }
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from state_dict(). Load the model's and the inner optimizer's, too.
+
+        Raises KeyError for missing and unknown entries; ValueError for another model or outer optimizer, and
+        for a hook's errors without the hook; and the errors of the hook's state. After an error nothing is
+        changed.
+        """
+        require_keys("the state_dict of LocalSteps", state_dict, ("common", "outer", "plain", "hook_state"))
+        common, (given, rest), hook_state = (state_dict[name] for name in ("common", "plain", "hook_state"))
+        self._common.require_like(common)
+        for each in state_dict["outer"].values():
+            self._common.require_like({**common, **each})
+        if hook_state is not None and not self._hooked.can("load_state_dict"):
+            raise ValueError(
+                "the checkpoint has the errors of a hook, which would be lost in a LocalSteps without it: "
+                'give it the hook and its state, or set the entry "hook_state" to None'
+            )
+        _require_numbers(given["every"], len(self._fragments), self._delay, len(self._own.params))
+        counts = {name: COUNT(name, given[name]) for name in ("every", "num_since", "num_exchanges")}
+        outer = {
+            what: {n: local_of(t) for n, t in each.items()} for what, each in state_dict["outer"].items()
+        }
+        before = self._common.optimizer_state()
+        self._common.load_optimizer(outer, rest)
+        try:
+            if hook_state is not None:
+                self._hooked.state.load_state_dict(hook_state[0])
+        except BaseException:
+            self._common.load_optimizer(*before)
+            raise
+        self._common.load(common)
+        self._set(counts)
+
+    def load_from_dcp(
+        self, checkpoint_id: str | os.PathLike[str], key: str = "local_steps", *, storage_reader: Any = None
+    ) -> None:
+        """Load what torch.distributed.checkpoint has saved of state_dict() under the key, on every rank.
+
+        Sites and shards may be others than those that saved. Only load files you trust; see
+        compress.load_from_dcp. Raises the errors of load_state_dict.
+        """
+        import torch.distributed.checkpoint as dcp  # takes half a second
+
+        reader = storage_reader or dcp.FileSystemReader(checkpoint_id)
+        target: dict[str, Any] = {f"{key}.plain": None}
+        found: dict[str, Tensors] = {"common": {}}
+        for saved in reader.read_metadata().state_dict_metadata:
+            kind, _, rest = saved.removeprefix(f"{key}.").partition(".")
+            what, _, name = f"common.{rest}".partition(".") if kind == "common" else rest.partition(".")
+            if saved.startswith((f"{key}.common.", f"{key}.outer.")) and name in self._own.params:
+                local = torch.empty_like(self._common.shards[name])
+                target[saved] = found.setdefault(what, {})[name] = self._common.distributed(name, local)
+        dcp.load(target, storage_reader=reader)
+        common, plain = found.pop("common"), target[f"{key}.plain"]
+        self.load_state_dict({"common": common, "outer": found, "plain": plain, "hook_state": None})
+
+
+def _require_numbers(every: Any, fragments: Any, delay: Any, num_weights: int) -> None:
+    """Raise ValueError for numbers that don't fit one another or the model."""
+    RANK("every", every)
+    RANK("fragments", fragments)
+    COUNT("delay", delay)
+    if fragments > num_weights:
+        raise ValueError(f"fragments is {fragments}, but the model has {num_weights} trainable parameters")
+    if every % fragments:
+        raise ValueError(f"every is {every}, but must be a multiple of fragments, {fragments}")
+    if delay >= every // fragments:
+        raise ValueError(
+            f"delay is {delay}, but must be below {every // fragments}, the steps between two exchanges: one "
+            "exchange is under way at a time"
+        )
 
 
 def _require_state(hook: Any, state: Any, process_group: Any) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from contextlib import nullcontext
 
 import numpy
@@ -31,20 +32,8 @@ VALID = {
     "a number and tensors": ([1, torch.tensor(2), torch.tensor(3)], 3 / 6),
 }
 INVALID = [
-    (-3, ValueError, "got -3"),
-    (math.nan, ValueError, "got nan"),
-    (math.inf, ValueError, "got inf"),
-    (10**400, ValueError, "got 1000"),
-    (torch.tensor(-2.0), ValueError, "got -2.0"),
-    (None, TypeError, "got None"),
-    ("7", TypeError, "got '7'"),
-    (True, TypeError, "got True"),
-    (1j, TypeError, "complex"),
-    ([4], TypeError, "list"),
-    (torch.tensor(True), TypeError, "torch.bool"),
-    (torch.tensor([1, 2]), TypeError, r"shape \(2,\)"),
-    (torch.ones(1).to_sparse(), TypeError, r"shape \(1,\)"),
-    (torch.tensor(3, device="meta"), TypeError, "got"),
+    *(-3, math.nan, math.inf, 10**400, torch.tensor(-2.0), None, "7", 1j, [1, 2], torch.tensor([1, 2])),
+    torch.ones(1).to_sparse(),
 ]
 
 
@@ -54,14 +43,12 @@ def ask(rank):
     factors = {name: gradcomp.loss_factor(counts[rank]) for name, (counts, _) in VALID.items()}
     of_pair = gradcomp.loss_factor(10 + rank, pair) if rank < 2 else None
     errors = []
-    for count, *_ in INVALID:
-        try:
+    for count in INVALID:
+        with pytest.raises(ValueError, match="a finite number of 0 or more on every rank") as error:
             gradcomp.loss_factor(count if rank == 1 else torch.tensor(1) if rank == 2 else 1)
-            errors.append(None)
-        except Exception as error:
-            errors.append((type(error), str(error)))
+        errors.append(str(error.value))
     for extreme in (5e-324, torch.tensor(2e-310, dtype=torch.float64), 1.7e308):
-        with pytest.raises(ValueError, match="sum is infinite, or their mean is below 6e-309"):
+        with pytest.raises(ValueError, match="a finite sum and a mean of at least 6e-309"):
             gradcomp.loss_factor(extreme)
     return factors, of_pair, errors, gradcomp.loss_factor(1)
 
@@ -79,9 +66,8 @@ def test_factors_and_errors_are_the_same_on_every_rank(run_ranks):
                 assert type(factors[name]) is float, name
                 assert factors[name] == pytest.approx(expected, rel=1e-14, abs=0), name
         assert of_pair == (None if rank == 2 else 2 / 21)
-        for (count, kind, _), (found, message) in zip(INVALID, errors, strict=True):
-            assert found is (kind if rank == 1 else ValueError), (count, rank, message)
-            assert rank == 1 or "another rank's count" in message, (count, message)
+        for count, message in zip(INVALID, errors, strict=True):
+            assert message.endswith(f"this rank's is {repr(count)[:100] if rank == 1 else '1'}") or rank == 2
         assert last == 1.0
 
 
@@ -95,8 +81,8 @@ def test_one_process_without_a_group(default_dtype, monkeypatch):
         assert gradcomp.loss_factor(0) == 0.0
     finally:
         torch.set_default_dtype(before)
-    for count, kind, message in INVALID:
-        with pytest.raises(kind, match=message):
+    for count in INVALID:
+        with pytest.raises(ValueError, match=re.escape(f"this rank's is {repr(count)[:100]}")):
             gradcomp.loss_factor(count)
     with pytest.raises(TypeError, match="process group or None"):
         gradcomp.loss_factor(1, 7)

@@ -1,13 +1,14 @@
 """Test the line that says when compression starts: its step, its rank, and how users silence it."""
 
 import io
-import logging
 import os
 from contextlib import redirect_stderr
 
 import pytest
 
+from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import check_hook
+from tests.hooks.powersgd_runs import Messages
 
 BYTES = "of 54.08 kB per step and rank"
 ALONE = "; one rank sends nothing: its results show what compression loses, not what it saves"
@@ -90,19 +91,7 @@ def test_logging_takes_over_once_it_is_configured(run_ranks, configure, lines):
 @pytest.mark.usefixtures("plain_torch")
 def test_the_kit_says_nothing(capfd):
     """The kit makes hundreds of states."""
-    from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
-
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger = logging.getLogger("gradcomp")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
+    with Messages("gradcomp") as lines:
         check_hook(quantization_hook, QuantizationState, max_examples=1, only=["finite_in_finite_out"])
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    assert not [record for record in records if "compresses" in record.getMessage()]
+    assert not [line for line in lines if "compresses" in line]
     assert "compresses" not in capfd.readouterr().err

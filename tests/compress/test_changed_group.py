@@ -1,6 +1,5 @@
 """Test states whose process group changes while they keep their memory."""
 
-import copy
 import datetime
 
 import pytest
@@ -9,14 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 import gradcomp
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import (
     QuantizationState,
     quantization_hook,
     quantization_pertensor_hook,
 )
 from tests.depth import mixed
-from tests.hooks.powersgd_runs import Messages
 from tests.kept import entry_of
 from tests.training import Given, power_sgd
 
@@ -101,41 +99,21 @@ def test_errors_are_kept_by_a_group_that_shrinks(run_ranks, library, is_assigned
         assert error < tolerance, (name, error)
 
 
-def merge_and_copy(rank):
-    """Train in halves, on copies of states; return averages, and the error message when the halves merge."""
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    half = halves[rank // 2]
-    averages, states = [], []
-    for make, hook in KINDS.values():
-        for duplicate in (copy.copy, copy.deepcopy):
-            template = make()
-            if template is None:
-                continue
-            template.process_group = half
-            state, ddp = (
-                duplicate(template),
-                nn.parallel.DistributedDataParallel(Given((SIZE, SIZE)), process_group=half),
-            )
-            ddp.register_comm_hook(state, hook)
-            out = torch.stack([average(ddp, rank, step) for step in range(AFTER)])
-            averages.append(out.mean(0))
-            states.append((ddp, state))
-    ddp, state = states[4]
-    assert isinstance(state, PowerSGDState)
-    with Messages() as said:
-        copied = copy.deepcopy(state)
-        assert copied.process_group is half
-        assert said == []
+def merge(rank):
+    """Train in halves, then over all ranks with the state of a half. Returns the error's message."""
+    half = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    state = power_sgd()
+    state.process_group = half
+    ddp = nn.parallel.DistributedDataParallel(Given((SIZE, SIZE)), process_group=half)
+    ddp.register_comm_hook(state, powerSGD_hook)
+    for step in range(BEFORE):
+        average(ddp, rank, step)
     state.process_group = dist.group.WORLD
     with pytest.raises(RuntimeError) as raised:
-        average(ddp, rank, AFTER)
-    return torch.stack(averages), str(raised.value)
+        average(ddp, rank, BEFORE)
+    return str(raised.value)
 
 
-def test_copies_keep_the_group_and_merged_groups_are_compared(run_ranks):
-    ranks = run_ranks(merge_and_copy, 4)
-    for rank, (averages, message) in enumerate(ranks):
-        half = (0, 1) if rank < 2 else (2, 3)
-        expected = sum(gradient_of(r, step) for r in half for step in range(AFTER)) / (2 * AFTER)
-        assert ((averages - expected).flatten(1).norm(dim=1) / expected.norm()).max() < 0.5
+def test_merged_groups_are_compared(run_ranks):
+    for message in run_ranks(merge, 4):
         assert "powerSGD_hook's state differs between the ranks: directions is " in message

@@ -21,7 +21,7 @@ from gradcomp.hooks.default_hooks import bf16_compress_wrapper, fp16_compress_wr
 from gradcomp.hooks.powerSGD_hook import batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests import training
-from tests.compress.test_new_compressor import TopK, TopKOptions
+from tests.compress.test_undo_step import Halved
 from tests.depth import everyday
 from tests.hooks.powersgd_oracle import random_gradient
 from tests.hooks.powersgd_runs import reload
@@ -47,28 +47,25 @@ STATES = {
     ),
     "cold start": (lambda: power_sgd(warm_start=False), powerSGD_hook),
     "no error feedback": (lambda: power_sgd(use_error_feedback=False), powerSGD_hook),
-    "epsilon": (lambda: power_sgd(orthogonalization_epsilon=1e-8), powerSGD_hook),
     "batched": (power_sgd, batched_powerSGD_hook),
-    "batched after 8 bits": (lambda: power_sgd(start_bits=8), batched_powerSGD_hook),
     "int4": (lambda: quantization(4), quantization_hook),
     "int8": (lambda: quantization(8), quantization_hook),
     "fp16 around int8": (lambda: quantization(8), fp16_compress_wrapper(quantization_hook)),
-    "bf16 around int4": (lambda: quantization(4), bf16_compress_wrapper(quantization_hook)),
     "bf16 around PowerSGD": (power_sgd, bf16_compress_wrapper(powerSGD_hook)),
-    "top k": (lambda: CompressorState(TopK, TopKOptions(0.25)), compress_hook),
+    "a user's": (lambda: CompressorState(Halved), compress_hook),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def loaded(make, state_dict):
     state = make()
-    state.load_state_dict(state_dict)
+    state.load_state_dict(reload(state_dict))
     return state
 
 
 def loaded_twice(make, state_dict):
     """Save a loaded state again before it has seen any bucket."""
-    return loaded(make, reload(loaded(make, state_dict).state_dict()))
+    return loaded(make, loaded(make, state_dict).state_dict())
 
 
 def through_comm_hook(state, make, hook, folder):
@@ -86,13 +83,11 @@ def through_dcp(state, make, hook, folder):
 
 # True: each rank gets its own errors back. False: each rank gets the mean of all ranks' errors.
 WAYS = {
-    "state_dict": (lambda s, make, hook, folder: loaded(make, s.state_dict()), True),
-    "a file": (lambda s, make, hook, folder: loaded_twice(make, reload(s.state_dict())), True),
-    "a pickle": (lambda s, make, hook, folder: reload(s), True),
+    "a file": (lambda s, make, hook, folder: loaded_twice(make, s.state_dict()), True),
+    "a pickle": (lambda s, make, hook, folder: reload(s, weights_only=type(s) is not CompressorState), True),
     "a copy": (lambda s, make, hook, folder: copy.copy(s), True),
-    "a deep copy": (lambda s, make, hook, folder: copy.deepcopy(s), True),
     "the process group's checkpoint": (through_dcp, True),
-    "one file": (lambda s, make, hook, folder: loaded(make, reload(consolidated_state_dict(s))), False),
+    "one file": (lambda s, make, hook, folder: loaded(make, consolidated_state_dict(s)), False),
     "a framework's file": (through_comm_hook, False),
 }
 
@@ -117,8 +112,6 @@ def round_trips(rank, dtype, names, folder):
                 average(hook, state, parameters, random_gradient(SHAPES, rank, step, dtype))
             resumed = {}
             for way, (save_and_load, _) in WAYS.items():
-                if (name, way) == ("top k", "a pickle"):
-                    continue  # pickle can't import its class: it is made by executing a block of the page
                 try:
                     resumed[way] = save_and_load(state, make, hook, f"{folder}/{name}/{num_steps}")
                 except Exception as error:

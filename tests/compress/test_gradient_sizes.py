@@ -27,11 +27,10 @@ def powersgd(hook=powerSGD_hook, start=2, **options):
     return PowerSGDState(None, 2, start, **options), hook
 
 
-def warnings_of(made, scales, *, dtype=torch.float32, shapes=SHAPES, change=None, before_step=None):
+def warnings_of(made, scales, *, dtype=torch.float32, shapes=SHAPES, change=None, rescales=False):
     """Average gradients multiplied by scales, a step each. Return the warnings of changing units, and steps.
 
     change: called with a step's gradient, which it may replace.
-    before_step: called with the state, the step, the scale and the scale before.
     """
     state, hook = made
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
@@ -40,8 +39,8 @@ def warnings_of(made, scales, *, dtype=torch.float32, shapes=SHAPES, change=None
         generator = torch.Generator().manual_seed(step)
         gradient = scale * (1.0 + torch.randn(numel, generator=generator))
         gradient = gradient if change is None else change(gradient, step)
-        if before_step is not None and before is not None:
-            before_step(state, step, scale, before)
+        if rescales and before is not None:
+            state.rescale_errors(scale / before)
         with Messages("gradcomp") as lines:
             hook(state, GradBucket(0, gradient.to(dtype), parameters, is_last=True)).wait()
         found += [(step, line) for line in lines if line.startswith("WARNING") and "errors keep" in line]
@@ -75,10 +74,6 @@ def test_a_unit_that_changes_is_told_once(name):
     assert "gradcomp.loss_factor" in line
 
 
-def rescaled(state, step, scale, before):
-    state.rescale_errors(scale / before)
-
-
 def with_step(value, every):
     def change(gradient, step):
         return torch.full_like(gradient, value) if step % every == 0 else gradient
@@ -99,9 +94,9 @@ ONES = [1.0] * 48
 QUIET = {
     "steady": (int4, ONES, {}),
     "spikes of the loss": (int4, SPIKES, {}),
-    "rescaled": (int4, tokens(), {"before_step": rescaled}),
-    "rescaled, PowerSGD": (powersgd, tokens(), {"before_step": rescaled}),
-    "a GradScaler's scale": (int4, HALVED, {"before_step": rescaled}),
+    "rescaled": (int4, tokens(), {"rescales": True}),
+    "rescaled, PowerSGD": (powersgd, tokens(), {"rescales": True}),
+    "a GradScaler's scale": (int4, HALVED, {"rescales": True}),
     "a GradScaler's scale, not followed": (powersgd, HALVED, {}),
     "zeros": (int4, ONES, {"change": with_step(0.0, 2)}),
     "NaN": (powersgd, ONES, {"change": with_step(float("nan"), 3)}),

@@ -338,25 +338,6 @@ def test_uneven_nodes_are_averaged_flat(run_ranks):
         assert [said for _, said in others] == [[], []]
 
 
-def unlike_numbers(rank):
-    """Give ranks unlike ranks_per_node; return the messages."""
-    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
-    messages = []
-    for numbers in (("auto", 2), (2, 1), (1, "auto")):
-        with pytest.raises(RuntimeError) as raised:
-            take_step(state_of(8, numbers[rank]), rank, 0)
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_unlike_numbers_are_named_on_every_rank(run_ranks):
-    on_ranks = run_ranks(unlike_numbers, 2)
-    pairs = ['"auto" on rank 0 and 2', "2 on rank 0 and 1", '1 on rank 0 and "auto"']
-    for message, other, pair in zip(*on_ranks, pairs, strict=True):
-        assert message == other
-        assert f"ranks per node (ranks_per_node=1 averages without nodes) is {pair} on rank 1." in message
-
-
 def test_ranks_that_do_not_fill_the_last_node():
     with pytest.raises(
         RankError, match="ranks_per_node is 2, but 3 ranks don't fill such nodes: node 1 would have 1"
@@ -364,19 +345,15 @@ def test_ranks_that_do_not_fill_the_last_node():
         testing.run_ranks(steps_of, 3, 4, 2, torch.float32)
 
 
-def on_a_mesh(rank, group):
+def on_a_mesh(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
     state = QuantizationState(mesh, bits=4, block_size=16)
     by_number = state_of(4, 2)
     return [take_step(each, rank, 0)[1] for each in (state, by_number)], state.ranks_per_node
 
 
-def on_a_mesh_of_processes(rank):
-    return on_a_mesh(rank, None)
-
-
 def test_a_mesh_as_process_group(run_ranks):
-    for (by_mesh, by_number), ranks_per_node in run_ranks(on_a_mesh_of_processes, 4):
+    for (by_mesh, by_number), ranks_per_node in run_ranks(on_a_mesh, 4):
         assert ranks_per_node == 2
         assert torch.equal(by_mesh, by_number)
 

@@ -28,13 +28,6 @@ def flat(buckets):
     return [key for bucket in buckets for key in bucket]
 
 
-def test_names_are_keys_in_any_buckets():
-    keys, parameters = ParameterKeys(), tensors()
-    keys.name(zip("abcde", parameters, strict=True))
-    assert brought(keys, parameters, [4, 3], [2, 1, 0]) == [["e", "d"], ["c", "b", "a"]]
-    assert brought(keys, parameters, [0, 1, 2, 3, 4]) == [list("abcde")]
-
-
 def test_without_names_keys_come_from_the_first_buckets():
     saving, resumed = ParameterKeys(), ParameterKeys()
     expected = brought(saving, first := tensors(), [4, 3], [2, 1, 0], [0, 1], [4])
@@ -121,26 +114,6 @@ def test_names_may_come_after_the_first_step():
     ((before,),) = brought(keys, parameters, [0])
     assert keys.name([("a", parameters[0])]) == [(before, "a")]
     assert brought(keys, parameters, [0]) == [["a"]]
-
-
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("first", ["the model", "its copy"])
-def test_in_a_copy_the_model_or_its_copy_has_the_keys(named, first):
-    """Whichever comes first; the other one is then another model that shares the state."""
-    keys, copied = ParameterKeys(), ParameterKeys()
-    model, its_copy = tensors(), tensors()
-    if named:
-        keys.name(zip("abcde", model, strict=True))
-    (expected,) = brought(keys, model, [0, 1, 2, 3, 4])
-    copied.inherit(keys)
-    tensors_of = {"the model": model, "its copy": its_copy}
-    if named:
-        copied.name(zip("abcde", its_copy, strict=True))
-    order = sorted(tensors_of, key=first.__ne__)
-    found = {who: brought(copied, tensors_of[who], [0, 1, 2, 3, 4])[0] for who in order}
-    owner, other = ("its copy", "the model") if named else order  # names tell who it is
-    assert found[owner] == expected
-    assert set(found[other]).isdisjoint(expected)
 
 
 @pytest.mark.parametrize("given", [None, torch.zeros(2), ("a",), ("a", 3), (1, torch.zeros(2))], ids=repr)

@@ -77,7 +77,9 @@ def test_the_scale_makes_no_difference_to_averages(run_ranks, name, interpret):
 
 @pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), None, "2"])
 def test_a_factor_that_is_none(factor):
-    with pytest.raises(ValueError, match="the new scale divided by the old one, finite and positive; got"):
+    with pytest.raises(
+        ValueError, match=r"factor of rescale_errors, .* is .*, but must be finite and positive"
+    ):
         QuantizationState().rescale_errors(factor)
     with pytest.raises(ValueError, match=r"gradient_scale is .*, but must be finite and positive"):
         QuantizationState().gradient_scale = factor

@@ -1,6 +1,5 @@
 """Test that a resumed run gives every layer its own error, or warns that it can't."""
 
-import copy
 import re
 from functools import partial
 from itertools import chain
@@ -125,25 +124,12 @@ def test_what_nobody_can_identify_is_dropped_with_a_warning(run_ranks, first, se
         assert "state.number_parameters(model.named_parameters())" in line
 
 
-def names_of_torchs(rank):
-    """Register PowerSGD by DDPCommHookType, and copy the state; return the names in the copy's checkpoint."""
-    ddp = nn.parallel.DistributedDataParallel(nn.Linear(40, 40))
-    states = []
-    ddp.register_comm_hook = lambda state, hook: states.append((state, hook))
+@pytest.mark.usefixtures("group_of_one")
+def test_a_power_sgd_type_knows_its_models_names():
+    ddp, states = nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), []
+    ddp.register_comm_hook = lambda state, hook: states.append(state)
     DDPCommHookType.POWER_SGD.value(model=ddp, start_powerSGD_iter=2)
-    del ddp.register_comm_hook
-    ((state, hook),) = states
-    ddp.register_comm_hook(
-        copy.copy(state), lambda copied, bucket: (states.append(copied), hook(copied, bucket))[1]
-    )
-    for _ in range(3):
-        ddp(torch.ones(2, 40)).sum().backward()
-    return list(states[-1].state)
-
-
-def test_a_power_sgd_type_knows_its_models_names(run_ranks):
-    for names in run_ranks(names_of_torchs, 2):
-        assert sorted(names) == ["bias", "weight"]
+    assert states[0]._states.keys.known() == {"weight", "bias"}
 
 
 def named_on_one_rank(rank):
@@ -162,83 +148,66 @@ def test_names_on_one_rank_only_are_refused_on_every_rank(run_ranks):
         assert "names of parameters (number_parameters gives them)[0] is null on rank 0 and " in message
 
 
-def with_error(state, name, error):
-    """Return the state's state_dict with one more parameter."""
-    saved = state.state_dict()
-    saved["parameters"][name] = {"error": error}
-    return saved | {"num_parameters": len(saved["parameters"])}
+def warned(saved, *steps, names=()):
+    """Load a checkpoint into a new state, take steps, and return the keys of errors that a warning names.
 
-
-def warned(state, saved, *steps):
-    """Load a checkpoint, take steps, and return the keys in the warnings of what nobody has claimed."""
+    steps: called with the state.
+    """
+    state = HOOKS["int4"][0]()
+    state.number_parameters(names)
     with Messages("gradcomp") as said:
         state.load_state_dict(reload(saved))
         for step in steps:
-            step()
-    lines = [line for line in said if "the checkpoint" in line]
-    return [key for line in lines for key in re.findall(r"average_\('.'\)|gone|first bucket \d", line)]
+            step(state)
+    lines = [line.partition("They wait")[0] for line in said if "the checkpoint" in line]
+    return [
+        key for line in lines for key in re.findall(r"average_\('.'\)|one|two|gone|first bucket \d", line)
+    ]
+
+
+def with_error(saved, name, error):
+    """Return the state_dict with one more parameter."""
+    parameters = {**saved["parameters"], name: {"error": error}}
+    return saved | {"parameters": parameters, "num_parameters": len(parameters)}
 
 
 def claimed_later(rank):
     """Resume where some entries have no parameter in the first step; return the warnings, by case."""
-    make, hook = HOOKS["int4"]
 
-    def average(state, key):
-        tensor = torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(rank))
-        return gradcomp.average_([tensor], hook, state, keys=[key])
+    def average(key, state):
+        gradcomp.average_([random(SIZE, SIZE)], quantization_hook, state, keys=[key])
 
-    def run(state, parameter, index=0):
-        gradient = torch.randn(parameter.numel(), generator=torch.Generator().manual_seed(rank))
-        hook(state, GradBucket(index, gradient, [parameter], True)).wait()
+    def bring(parameter, state):
+        bucket = GradBucket(0, random(parameter.numel()), [parameter], is_last=True)
+        quantization_hook(state, bucket).wait()
 
-    found = {}
-    by_key = make()
-    for key in "abab":
-        average(by_key, key)
-    saved = by_key.state_dict()
-    later = make()
-    found["keys in their own time"] = warned(later, saved, *(partial(average, later, key) for key in "bbab"))
-    later = make()
-    found["other keys"] = warned(later, saved, *(partial(average, later, key) for key in "xxy"))
+    def random(*shape):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
+
+    def saved_after(steps, names=()):
+        state = HOOKS["int4"][0]()
+        state.number_parameters(names)
+        for step in steps:
+            step(state)
+        return state.state_dict()
 
     one, two = torch.zeros(SIZE, SIZE), torch.zeros(SIZE + 1, SIZE)
-    unnamed = make()
-    for parameter in (one, two, one):
-        run(unnamed, parameter)
-    saved, later = unnamed.state_dict(), make()
-    steps = [partial(run, later, parameter) for parameter in (one, two, one)]
-    found["a part of an unnamed model"] = warned(later, saved, *steps)
-    later = make()
-    found["another unnamed model"] = warned(later, saved, *(partial(run, later, two) for _ in range(2)))
-
-    named = make()
-    named.number_parameters([("one", one), ("two", two)])
-    run(named, one)
-    run(named, two)
+    names = [("one", one), ("two", two)]
+    by_key = saved_after([partial(average, key) for key in "abab"])
+    unnamed = saved_after([partial(bring, each) for each in (one, two, one)])
+    named = saved_after([partial(bring, each) for each in (one, two)], names)
+    found = {
+        "keys in their own time": warned(by_key, *(partial(average, key) for key in "bbab")),
+        "other keys": warned(by_key, *(partial(average, key) for key in "xxy")),
+        "a part of an unnamed model": warned(unnamed, *(partial(bring, each) for each in (one, two, one))),
+        "another unnamed model": warned(unnamed, partial(bring, two), partial(bring, two)),
+        "a layer that isn't used": warned(named, partial(bring, one), names=names),
+    }
     gone = {"zeros of a layer that is gone": torch.zeros(3), "a layer that is gone": torch.ones(3)}
     for name, error in gone.items():
-        later = make()
-        later.number_parameters([("one", one), ("two", two)])
-        found[name] = warned(later, with_error(named, "gone", error), partial(run, later, one))
-    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 2 * SIZE))
-    ddps = []
-    for is_frozen in (False, True):
-        model[0].requires_grad_(not is_frozen)
-        ddps.append((make(), gradcomp.DistributedDataParallel(model)))
-        ddps[-1][1].register_comm_hook(ddps[-1][0], hook)
-        if not is_frozen:
-            ddps[0][1](torch.randn(2, SIZE)).square().sum().backward()
-            saved = ddps[0][0].state_dict()
-            ddps[0][1].reducer.close()
-    later, ddp = ddps[1]
-    found["a frozen layer"] = warned(later, saved, lambda: ddp(torch.ones(2, SIZE)).square().sum().backward())
-    assert "0.weight" in later.state
-    found["zeros of another shape"] = warned(
-        later := make(),
-        with_error(make(), "one", torch.zeros(5)),
-        partial(later.number_parameters, [("one", one)]),
-        *[partial(run, later, one)] * 2,
-    )
+        found[name] = warned(with_error(named, "gone", error), partial(bring, one), names=names)
+    other_shape = with_error(saved_after([]), "one", torch.zeros(5))
+    found["zeros of another shape"] = warned(other_shape, *[partial(bring, one)] * 2, names=names[:1])
     return found
 
 

@@ -11,42 +11,35 @@ import gradcomp
 from gradcomp.compress import Recorder, consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from gradcomp.frameworks import CommHook
 from gradcomp.hooks.default_hooks import allreduce_hook
-from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 
 TIMEOUT = timedelta(seconds=3)
 
 
-def hooks_of(name, group):
-    """Return a state and its hook."""
-    if name == "PowerSGD":
-        return PowerSGDState(group, 2, start_powerSGD_iter=2, min_compression_rate=1), powerSGD_hook
-    return QuantizationState(group), quantization_hook
+CALLS = {
+    "consolidated_state_dict": (
+        lambda state, _: CommHook(state, quantization_hook).state_dict(),
+        "save the state of quantization_hook",
+    ),
+    "load_from_dcp": (load_from_dcp, "load the state of quantization_hook"),
+    "Recorder.complete": (
+        lambda state, _: Recorder(state).complete(),
+        "find the relative errors of the recorded rows",
+    ),
+}
 
 
-def make_the_call(call, state, folder):
-    if call == "CommHook.state_dict":
-        CommHook(state, quantization_hook).state_dict()
-    elif call == "consolidated_state_dict":
-        consolidated_state_dict(state)
-    elif call == "load_from_dcp":
-        load_from_dcp(state, folder)
-    else:
-        Recorder(state).complete()
-
-
-def messages(rank, call, hook_name, folder):
+def messages(rank, call, folder):
     """Make the call on rank 0 alone, while rank 1 goes on averaging; return this rank's error message."""
     group = dist.new_group([0, 1], timeout=TIMEOUT)
-    state, hook = hooks_of(hook_name, None)
-    model = gradcomp.DistributedDataParallel(nn.Linear(32, 32))
-    model.register_comm_hook(state, hook)
+    state, model = QuantizationState(), gradcomp.DistributedDataParallel(nn.Linear(32, 32))
+    model.register_comm_hook(state, quantization_hook)
     for _ in range(3):
         model(torch.ones(2, 32)).sum().backward()
     state.process_group = group
     try:
         if rank == 0:
-            make_the_call(call, state, folder)
+            CALLS[call][0](state, folder)
         else:
             gradcomp.average_([torch.ones(8)], allreduce_hook, group)
     except RuntimeError as error:
@@ -54,31 +47,16 @@ def messages(rank, call, hook_name, folder):
     return "no error"
 
 
-CALLS = {
-    "CommHook.state_dict": ("consolidated_state_dict", "save the state of quantization_hook"),
-    "consolidated_state_dict": ("consolidated_state_dict", "save the state of PowerSGD"),
-    "load_from_dcp": ("load_from_dcp", "load the state of quantization_hook"),
-    "Recorder.complete": ("Recorder.complete", "find the relative errors of the recorded rows"),
-}
-
-
 @pytest.mark.parametrize("call", CALLS)
 def test_every_rank_is_told(run_ranks, call, tmp_path):
-    hook_name = "PowerSGD" if call == "consolidated_state_dict" else "int4"
-    alone, other = run_ranks(messages, 2, call, hook_name, tmp_path)
-    name, what = CALLS[call]
-    assert alone.startswith(
-        f"rank 0 of 2 could not {what}: rank 1 has not come to {name} within the time-out."
-    )
+    alone, other = run_ranks(messages, 2, call, tmp_path)
+    expected = f"rank 0 of 2 could not {CALLS[call][1]}: rank 1 has not come to {call} within the time-out."
+    assert alone.startswith(expected)
     # Its next collective: the group's first average agrees on the delay of the links.
     assert other.startswith("rank 1 of 2 could not agree on the delay of the links: [")
-    assert f"rank 0 has come to {name}, which all ranks must call." in other
-    if "state_dict" in name:
-        for message in (alone, other):
-            assert (
-                "a save on some ranks only, under `if is_main_process` say. Call accelerator.save_s"
-                in message
-            )
+    assert f"rank 0 has come to {call}, which all ranks must call." in other
+    for message in (alone, other) if call == "consolidated_state_dict" else ():
+        assert "a save on some ranks only, under `if is_main_process` say. Call accelerator" in message
 
 
 def together_after_alone(rank):

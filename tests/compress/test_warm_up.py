@@ -90,20 +90,6 @@ def test_powersgd_compiles_once_per_bucket_in_a_quantized_start(hook, monkeypatc
     assert events == ["quantized", "compiled"] * 2 + ["quantized"] * 4 + ["made"] * 2
 
 
-def test_a_new_memory_is_warmed_up_though_an_old_one_had_its_address():
-    """Every step has a new bucket: its memory isn't mistaken for a deleted one at the same address."""
-    Noted.calls.clear()
-    shapes = [((size, 3),) for size in range(2, 12)]
-
-    def train_again(rank):
-        state = CompressorState(Noted, start_iter=100)
-        for (shape,) in shapes:
-            compress_hook(state, Bucket(torch.ones(shape[0] * 3), [shape], 0, True)).wait()
-
-    simulate(train_again, 1)
-    assert Noted.calls == [("warmed up", each) for each in shapes]
-
-
 class Compiled:
     """Notes the operations that are made on the meta device and compiled, in place of compiling them."""
 

@@ -45,12 +45,7 @@ RANDOM = {"warm_start": False}
 
 @pytest.mark.parametrize(
     ("hook", "options", "first", "interpret"),
-    [
-        ("powerSGD", RANDOM, ["ba", "c"], False),
-        ("powerSGD", RANDOM, ["ba", "c"], True),
-        ("batched", RANDOM, ["abc"], False),
-        ("batched", {}, ["abc"], False),
-    ],
+    [("powerSGD", RANDOM, ["ba", "c"], False), ("powerSGD", RANDOM, ["ba", "c"], True)],
 )
 def test_directions_belong_to_names(run_ranks, hook, options, first, interpret):
     """Neither the first step's buckets of a resumed run nor their order change directions."""

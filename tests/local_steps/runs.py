@@ -23,8 +23,34 @@ def hooked(name, group):
     return dict(zip(("hook", "state"), HOOKS[name](group), strict=True))
 
 
+@torch.no_grad()
+def move(model, rank, number, scale=1.0):
+    """Move the weights as if this rank had learned. Returns the moves by name."""
+    moves = {}
+    for name, each in model.named_parameters():
+        seed = sum(map(ord, name)) + 1000 * number + rank
+        moves[name] = scale * torch.randn(each.shape, generator=torch.Generator().manual_seed(seed)).to(
+            each.dtype
+        )
+        each += moves[name]
+    return moves
+
+
 def weights(model):
-    return [each.detach().clone() for each in model.parameters()]
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def learn(model, local_steps, rank, numbers):
+    """Take steps. Returns the moves of each."""
+    moves = []
+    for number in numbers:
+        moves.append(move(model, rank, number))
+        local_steps.step()
+    return moves
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[each], other[each]) for each in one)
 
 
 def nesterov(model):

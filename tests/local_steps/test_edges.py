@@ -7,12 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from gradcomp.hooks import default_hooks
 from gradcomp.local_steps import LocalSteps
 from gradcomp.testing import run_ranks
-from tests.local_steps.runs import hooked, nesterov
+from tests.local_steps.runs import equal, hooked, learn, move, nesterov, weights
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
 
@@ -20,36 +19,6 @@ pytestmark = pytest.mark.usefixtures("plain_torch")
 def layers(names, seed=0, dtype=torch.float32):
     torch.manual_seed(seed)
     return nn.ModuleDict({name: nn.Linear(16, 16, bias=False, dtype=dtype) for name in names})
-
-
-@torch.no_grad()
-def move(model, rank, number, scale=1.0):
-    """Move the weights as if this rank had learned. Returns the moves by name."""
-    moves = {}
-    for name, each in model.named_parameters():
-        seed = sum(map(ord, name)) + 1000 * number + rank
-        moves[name] = scale * torch.randn(each.shape, generator=torch.Generator().manual_seed(seed)).to(
-            each.dtype
-        )
-        each += moves[name]
-    return moves
-
-
-def weights(model):
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
-
-
-def learn(model, local_steps, rank, numbers):
-    """Take steps. Returns the moves of each."""
-    moves = []
-    for number in numbers:
-        moves.append(move(model, rank, number))
-        local_steps.step()
-    return moves
-
-
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[each], other[each]) for each in one)
 
 
 def watched(local_steps):
@@ -100,15 +69,12 @@ def test_two_models_with_one_state(name):
         one = hooked(name, group)
         models = [layers("a") for _ in range(2)]
         both = [LocalSteps(model, every=1, **one) for model in models]
-        apart = [layers("a") for _ in range(2)]
-        own = [LocalSteps(model, every=1, **hooked("int4", group)) for model in apart]
         sums = [0.0, 0.0]
         for number in range(12):
             for index, (model, local_steps) in enumerate(zip(models, both, strict=True)):
                 (moves,) = learn(model, local_steps, rank + 10 * index, [number])
                 sums[index] += moves["a.weight"].double()
-        del own
-        start = weights(apart[0])["a.weight"].double()
+        start = weights(layers("a"))["a.weight"].double()
         moved = [weights(model)["a.weight"].double() - start for model in models]
         errors = [entry["error"].double() for entry in one["state"].state.values() if "error" in entry]
         return sums, moved, errors
@@ -334,19 +300,6 @@ def test_saving_changes_nothing(outer):
         assert equal(one, other)
 
 
-def test_names_are_without_the_parts_of_wrappers():
-    def run(rank, group):
-        model = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 2))
-        local_steps = LocalSteps(model, nesterov(model), every=1, process_group=group)
-        learn(model, local_steps, rank, [0])
-        saved = local_steps.state_dict()
-        plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-        LocalSteps(plain, nesterov(plain), every=1, process_group=group).load_state_dict(saved)
-        return list(saved["common"])
-
-    assert run_ranks(run, 2)[0] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-
-
 def test_the_outer_optimizer_of_a_model_with_a_frozen_layer():
     def run(rank, group):
         model = layers("ab")
@@ -359,29 +312,6 @@ def test_the_outer_optimizer_of_a_model_with_a_frozen_layer():
         return copy.deepcopy(local_steps.state_dict())
 
     run_ranks(run, 2)
-
-
-def test_a_restart_during_an_exchange():
-    def run(rank, group):
-        model, given = layers("a"), hooked("int4", group)
-        local_steps = LocalSteps(model, every=3, delay=2, **given)
-        learn(model, local_steps, rank, range(3))
-        with pytest.raises(RuntimeError, match=r"set state\.keep_undo = True"):
-            local_steps.restart()
-        local_steps.join()
-        given["state"].keep_undo = True
-        learn(model, local_steps, rank, range(3, 6))
-        errors = given["state"].state
-        for each in model.parameters():
-            each.data.fill_(1.0)
-        local_steps.restart()
-        assert errors
-        local_steps.join()  # the errors of the exchange before
-        return weights(model)["a.weight"]
-
-    one, other = run_ranks(run, 2)
-    assert torch.equal(one, other)
-    assert (one - 1).abs().max() < 0.5
 
 
 class ByIndex:

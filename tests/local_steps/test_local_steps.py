@@ -68,7 +68,7 @@ class Run:
 
     @property
     def weights(self):
-        return weights(self.model)
+        return list(weights(self.model).values())
 
 
 def equal(ours, theirs):
@@ -102,7 +102,7 @@ def written_out(rank, group, num_outer, every):
 
     model = net()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    common = weights(model)
+    common = list(weights(model).values())
     momentum = [torch.zeros_like(each) for each in common]
     for outer in range(num_outer):
         steps = range(outer * every, (outer + 1) * every)
@@ -114,7 +114,7 @@ def written_out(rank, group, num_outer, every):
             velocity.mul_(0.9).add_(moved)
             before.sub_(moved + 0.9 * velocity, alpha=0.7)
             weight.data.copy_(before)
-    return weights(model)
+    return common
 
 
 def test_it_is_diloco():
@@ -284,7 +284,7 @@ def test_what_is_refused():
                 LocalSteps(**given)
             assert re.match(message, repr(caught.value)), caught.value
         local = LocalSteps(net(), process_group=group)
-        with pytest.raises(KeyError, match="LocalSteps loads the entries"):
+        with pytest.raises(KeyError, match="the state_dict of LocalSteps lacks outer, plain, hook_state"):
             local.load_state_dict({"common": {}})
         with pytest.raises(ValueError, match="weights of another model"):
             local.load_state_dict({**local.state_dict(), "common": {}})

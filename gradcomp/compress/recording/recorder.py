@@ -112,8 +112,9 @@ class Recorder:
         row.has_error = error is not None
         if error is None and own.sent:
             error = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
+            parts = error.split(own.numels)
             for position, sent in own.sent.items():
-                error[own.slices[position]] = sent
+                parts[position].copy_(sent)
         if error is not None:
             measure(error, shift, out=row.values[2])
         row.marks.append(mark(buffer.device))
