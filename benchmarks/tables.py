@@ -45,7 +45,6 @@ def tables() -> Iterator[tuple[str, str]]:
     for page, rows in (
         ("network", [row for row in steps(model="mlp", wrapper="torch") if row["delay_ms"] not in (5, None)]),
         ("network", [row for row in gpt if row["hook"] != "allreduce" and row["delay_ms"] is not None]),
-        ("network", report.of(ROWS, job="loss")),
         ("network", [row for row in report.of(STEPS, hosts=4) if row["hook"] not in ("noop", "bf16")]),
         ("network", report.of(STEPS, hosts=2, ranks_per_host=3)),
         ("frameworks/local_steps", beside + local),
@@ -106,8 +105,6 @@ def on_networks() -> Iterator[tuple[str, str]]:
         f"A step with `auto_hook` takes {min(ratios):.2f} to {max(ratios):.2f} times as long as with the "
         f"fastest candidate, in the median {statistics.median(ratios):.2f}",
     )
-    none, int4, low = (ms(steps(model="mlp12"), LINKS[3], each) for each in ("none", "int4", CANDIDATES[-1]))
-    yield "docs/network.md", f"{none:.0f} ms without a hook, {int4:.0f} with int4 and {low:.0f} with"
     two, four = (at(report.of(ROWS, job="link", hosts=hosts), LINKS[3])[0] for hosts in (2, 4))
     small, of_four = (dict(link["all_reduce_seconds"])[1_000] * 1e3 for link in (two, four))
     yield (

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.pictures import COLORS, label_decades, picture
 from benchmarks.records import Row
+from benchmarks.training.averaging import FLAT, LOCAL, SHARDED
 
 Link = tuple[int, float | None]  # Mbit/s, 0 for no network, and one-way ms, None without a router
 
@@ -15,10 +16,28 @@ DRAWN = {"none": "no hook", "bf16": "16 bits", "int8": "8 bits", "int4": "4 bits
 DRAWN |= {f"powersgd:{rank}:int8": f"PowerSGD, rank {rank}, 8-bit factors" for rank in (16, 8)}
 DRAWN |= {"auto": "auto_hook", "noop": "no communication"}
 MODELS = {"mlp": "perceptron of 1.9 million parameters", "gpt": "GPT of 0.9 million parameters"}
-# By wrapper.
-ON = {"torch": "", "gradcomp": " on gradcomp's wrapper", "fsdp2": " on FSDP2", "local steps": " local steps"}
+# By the beginning of a hook's name: whose a hook is, and what averages with it.
+PLACES = {
+    "torch:": ("torch", "torch"),
+    LOCAL: ("gradcomp", "local steps"),
+    SHARDED: ("gradcomp", "fsdp2"),
+    "": ("gradcomp", "torch"),
+}
+ON = {"torch": "", "fsdp2": " on FSDP2", "local steps": " local steps"}  # by wrapper
 PLAIN = {"fsdp2": "fp32:fp32"}  # by wrapper, the steps that others are compared with; else none on torch's
-FLAT = ":flat"  # the end of the names of hooks that don't average hierarchically
+
+
+def placed(hook: str) -> Row:
+    """Return the fields of a hook in a row: whose it is, its name there, and what averages with it."""
+    start = next(start for start in PLACES if hook.startswith(start))
+    hooks, wrapper = PLACES[start]
+    return {"hooks": hooks, "hook": hook.removeprefix(start), "wrapper": wrapper}
+
+
+def name_of(row: Row) -> str:
+    """Return the name of a row's hook; see training/averaging.py."""
+    (start,) = (start for start, place in PLACES.items() if place == (row["hooks"], row["wrapper"]))
+    return f"{start}{row['hook']}"
 
 
 def label(row: Row) -> str:
@@ -26,9 +45,7 @@ def label(row: Row) -> str:
     parts = [places(row), link_title(_link(row))]
     if row["job"] != "link":
         parts += [row["model"], name(row)]
-    if "seed" in row:
-        parts.append(f"seed {row['seed']}")
-    if row["job"] == "steps" and row.get("run"):
+    if row.get("run"):
         parts.append(f"run {row['run'] + 1}")
     return ", ".join([*parts, row["job"]])
 
@@ -61,11 +78,8 @@ def _result(row: Row) -> str:
             f"exchange of 8 B {row['exchange_seconds'] * 1e3:.2f} ms, all-reduce of {many:,} B "
             f"{of_many * 1e3:.1f} ms, of {few:,} B {of_few * 1e3:.2f} ms"
         )
-    if row["job"] == "steps":
-        chose = f", chose {row['choice']}" if "choice" in row else ""
-        return f"{row['step_ms']:.1f} ms/step ({row['p20_ms']:.1f}-{row['p80_ms']:.1f}){chose}"
-    reached = "reached" if row["reached"] else "NOT reached"
-    return f"{reached} {row['target_loss']} in {row['seconds']:.1f} s, {row['num_steps']} steps"
+    chose = f", chose {row['choice']}" if "choice" in row else ""
+    return f"{row['step_ms']:.1f} ms/step ({row['p20_ms']:.1f}-{row['p80_ms']:.1f}){chose}"
 
 
 def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
@@ -74,14 +88,11 @@ def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Format ms per step, a table per number of hosts and model, and the times to a loss, as Markdown."""
-    stepped, trained = of(rows, job="steps"), of(rows, job="loss")
+    """Format ms per step, a table per number of hosts and model, as Markdown."""
+    stepped = of(rows, job="steps")
     found = [
         _step_table([row for row in stepped if (places(row), row["model"]) == (hosts, model)])
         for hosts, model in dict.fromkeys((places(row), row["model"]) for row in stepped)
-    ] + [
-        _loss_table([row for row in of(trained, model=model) if _link(row) == link])
-        for model, link in dict.fromkeys((row["model"], _link(row)) for row in trained)
     ]
     return "\n\n".join("\n".join(lines) for lines in found)
 
@@ -129,36 +140,6 @@ def differences(rows: Sequence[Row]) -> str:
         return ""
     half, worst = statistics.median(percent), max(percent)
     return f"The slowest run took {half:.0f} % longer than the fastest (median; at most {worst:.0f} %)"
-
-
-def _loss_table(rows: Sequence[Row]) -> list[str]:
-    """Format the times to a validation loss of a model on a link: a line per hook, medians over seeds."""
-    target = next((row["target_loss"] for row in rows if "failed" not in row), None)
-    link = link_title(_link(rows[0]))
-    lines = [f"{rows[0]['model']}, 2 hosts, {link}: training to a validation loss of {target}", ""]
-    lines += ["| | steps | seconds | times as fast |", "|---|---|---|---|"]
-    baselines = {row.get("seed"): row["seconds"] for row in of(rows, hook="none", reached=True)}
-    for hook in dict.fromkeys(map(name, rows)):
-        of_hook = [row for row in rows if name(row) == hook]
-        failed = [failure(row) for row in of_hook if "failed" in row]
-        if failed:
-            cells = ["", failed[0], ""]
-        else:
-            late = "" if all(row["reached"] for row in of_hook) else " (not reached)"
-            faster = [baselines.get(row.get("seed"), 0) / row["seconds"] for row in of_hook]
-            cells = [
-                _spread([row["num_steps"] for row in of_hook], "g") + late,
-                _spread([row["seconds"] for row in of_hook], ".1f"),
-                "" if late or not all(faster) else _spread(faster, ".1f", "×"),
-            ]
-        lines.append(f"| {hook} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def _spread(values: Sequence[float], form: str, unit: str = "") -> str:
-    """Format the median of values from several seeds or runs, and their range."""
-    low, middle, high = (f"{each:{form}}" for each in (min(values), statistics.median(values), max(values)))
-    return middle + unit + (f" ({low} to {high})" if low != high else "")
 
 
 def cell(found: Sequence[Row], beside: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""The text that the demo trains on: the source of Python's own standard library, as bytes.
+"""The text that GPTs train on: the source of Python's own standard library, as bytes.
 
 ``read_once`` takes the sources of installed packages, too.
 """
@@ -12,10 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VOCABULARY = 256  # a token is a byte
 MAX_BYTES, MIN_BYTES = 4_000_000, 200_000
 VALIDATION_FRACTION = 0.1
-VALIDATION_WINDOWS = 16  # per rank
 HELD_OUT_BYTES = 1_000_000  # by read_once
 
 # Third-party packages, tests, tables of characters, generated files.
@@ -92,21 +90,23 @@ def _as_tensor(texts: list[bytes]) -> Tensor:
 
 
 class Windows:
-    """The windows of ``sequence + 1`` bytes that one rank draws from the corpus.
+    """The windows of ``sequence + 1`` bytes that one rank draws from a text.
 
     They depend on the seed, the rank and the number of ranks alone, so that every hook trains on the same
-    data in the same order. ``validation`` holds windows spread over the held-out text.
+    data in the same order.
     """
 
-    def __init__(self, folder: str, sequence: int, seed: int, rank: int, ranks: int) -> None:
-        train, validation = read_corpus(folder)
-        self._windows = train.unfold(0, sequence + 1, 1)
+    def __init__(self, text: Tensor, sequence: int, seed: int, rank: int, ranks: int) -> None:
+        self._windows = text.unfold(0, sequence + 1, 1)
         self._generator = torch.Generator().manual_seed(seed * ranks + rank)
-        starts = torch.linspace(0, len(validation) - sequence - 1, VALIDATION_WINDOWS * ranks)
-        shared = validation.unfold(0, sequence + 1, 1)[starts.long()]
-        self.validation = shared[rank::ranks].long()
 
     def draw(self, batch: int) -> Tensor:
         """Draw the next ``batch`` random windows: batch × (sequence + 1), int64."""
         starts = torch.randint(len(self._windows), (batch,), generator=self._generator)
         return self._windows[starts].long()
+
+
+def spread(text: Tensor, sequence: int, count: int) -> Tensor:
+    """Return windows at equal distances in a text: count × (sequence + 1), int64."""
+    starts = torch.linspace(0, len(text) - sequence - 1, count).long()
+    return text.unfold(0, sequence + 1, 1)[starts].long()
