@@ -207,9 +207,8 @@ def run_part(part: Part, args: argparse.Namespace, failed: Sequence[str]) -> dic
 def missing(device: str) -> str | None:
     """Return the reason why nothing can be run here, or None if there is none."""
     try:
-        torch, triton, numpy, *_ = map(
-            importlib.import_module, ("torch", "triton", "numpy", "pytest", "hypothesis")
-        )
+        names = ("torch", "triton", "numpy", "pytest", "hypothesis")
+        torch, *_ = map(importlib.import_module, names)
     except ImportError as error:
         return f"this Python ({sys.executable}) lacks {error.name}"
     found = importlib.util.find_spec("tests.claimed")
@@ -217,11 +216,6 @@ def missing(device: str) -> str | None:
         return f"another package is called tests: {found and found.origin}"
     if device == "cuda" and not torch.cuda.is_available():
         return f"no CUDA GPU is available to torch {torch.__version__}"
-    triton_version, numpy_version = (
-        tuple(map(int, each.__version__.split(".")[:2])) for each in (triton, numpy)
-    )
-    if device == "cpu" and triton_version < (3, 7) and numpy_version >= (2, 4):
-        return f"Triton 3.6's interpreter needs numpy below 2.4, and this is {numpy.__version__}"
     return None
 
 

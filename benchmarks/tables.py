@@ -20,6 +20,8 @@ from gradcomp.hooks.auto_hook import CANDIDATES
 LINKS = ((200, 0.0), (200, 25.0), (1_000, 0.0), (1_000, 25.0))
 FASTEST = 10_000, None
 
+ACCURACY = report.of(read(RESULTS / "accuracy.jsonl"), task="gpt")
+LOSSES = comparison.summaries(ACCURACY)["gpt"]
 ROWS = read(RESULTS / "network.jsonl")
 STEPS = report.of(ROWS, job="steps")
 
@@ -53,23 +55,23 @@ def tables() -> Iterator[tuple[str, str]]:
     ):
         for table in re.split(r"\n\n(?=[^|])", report.tables(rows)):
             yield f"docs/{page}.md", table
-    yield "docs/accuracy.md", accuracys_table()
+    yield "docs/accuracy.md", comparison.tables(ACCURACY)
 
 
-def accuracys_table() -> str:
-    return comparison.tables(report.of(read(RESULTS / "accuracy.jsonl"), task="gpt"))
+def mean(losses: list[float], sign: str = "") -> str:
+    return comparison.mean_and_spread(losses, 3, sign).partition(" ")[0]
 
 
 def readmes_lines() -> Iterator[str]:
     """Yield a line for each hook: of the GPT's steps, and of a smaller one's loss."""
-    costs = {line.split()[0]: line.split() for line in accuracys_table().splitlines()[2:]}
+    costs = {each.hook: mean(each.differences, "+") for each in LOSSES}
     runs, links = steps(model="gpt", wrapper="torch", hooks="gradcomp"), (LINKS[0], LINKS[3])
     sent = {row["hook"]: row["sent_bytes_per_step"] for row in at(runs, links[0])}
     for hook, name in report.DRAWN.items():
         times = " | ".join(report.cell(at(runs, link, hook=hook), at(runs, link)) for link in links)
         rate = {"auto": "as it chooses", "noop": "all"}.get(hook) or f"{sent['none'] / sent[hook]:.1f}×"
-        loss = costs.get({"bf16": "fp16"}.get(hook, hook), [])[8:9] if hook != "none" else []
-        yield f"| {name} | {rate} | {times} | {''.join(loss)} |"
+        loss = costs.get({"bf16": "fp16", "none": ""}.get(hook, hook), "")
+        yield f"| {name} | {rate} | {times} | {loss} |"
 
 
 def advice() -> Iterator[str]:
@@ -172,6 +174,10 @@ def texts() -> Iterator[tuple[str, str]]:
     """Yield (page, what it says by the rows)."""
     yield from (*tables(), *on_networks(), *on_devices())
     yield "README.md", "\n".join(readmes_lines())
+    none, alone, *_ = LOSSES
+    model = f"a GPT of {ACCURACY[0]['num_parameters']:,} parameters"
+    yield "README.md", f"no hook's {mean(none.losses)}, for {model}"
+    yield "README.md", f"Without any communication it ends {mean(alone.differences)} above"
     yield "docs/choosing.md", "\n".join(advice())
 
 

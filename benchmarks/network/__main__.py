@@ -43,10 +43,10 @@ Job = dict[str, Any]
 
 
 class Link(NamedTuple):
-    """A link's rate, None without a throttle, and its one-way delay, None without a router."""
+    """A link's rate, and its one-way delay, None without a router."""
 
-    mbit_per_s: int | None = None
-    delay_ms: float | None = None
+    mbit_per_s: int
+    delay_ms: float | None
 
 
 def numbers(text: str) -> list[int]:
@@ -70,8 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         "too, pass through a router process, checked up to 1,000 Mbit/s (default: no router and no delay)"
     )
     parser.add_argument("--delay-ms", type=delays, metavar="DELAYS", help=text)
-    text = "numbers of hosts; 1 is without a network (default 2,1,4)"
-    parser.add_argument("--hosts", type=numbers, default=[2, 1, 4], help=text)
+    parser.add_argument("--hosts", type=numbers, default=[2, 4], help="numbers of hosts (default 2,4)")
     text = "numbers of ranks on each host, comma-separated (default 1)"
     parser.add_argument("--ranks-per-host", type=numbers, default=[1], help=text)
     text = f"comma-separated, of {', '.join(WORKLOADS)} (default %(default)s)"
@@ -115,12 +114,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def jobs(options: argparse.Namespace, hosts: int) -> Iterator[tuple[Link, Job]]:
-    """Yield (link, job) for a number of hosts."""
-    links = product(options.links, options.delay_ms or [None])
-    for link in itertools.starmap(Link, links) if hosts > 1 else [Link()]:
-        if hosts > 1:
-            yield link, {"job": "link"}
+def jobs(options: argparse.Namespace) -> Iterator[tuple[Link, Job]]:
+    """Yield (link, job) for every link."""
+    for link in itertools.starmap(Link, product(options.links, options.delay_ms or [None])):
+        yield link, {"job": "link"}
         for model, run, hook in product(options.models, range(options.runs), options.only):
             job = {"job": "steps", "model": model, **report.placed(hook), "run": run}
             yield link, {**job, "seconds": options.seconds}
@@ -211,20 +208,18 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
     """
     environment = describe(torch.device("cpu"))
     deadline = time.monotonic() + 60 * options.minutes
-    numbers = product(options.hosts, options.ranks_per_host)
-    todo = {each: list(jobs(options, hosts=each[0])) for each in numbers}
-    count, number, late = sum(map(len, todo.values())), 0, []
-    for (hosts, ranks_per_host), found in todo.items():
-        is_delayed = hosts > 1 and options.delay_ms is not None
-        kind = DelayedNetwork if is_delayed else Network
+    kind = Network if options.delay_ms is None else DelayedNetwork
+    todo, all_places = list(jobs(options)), list(product(options.hosts, options.ranks_per_host))
+    count, number, late = len(todo) * len(all_places), 0, []
+    for hosts, ranks_per_host in all_places:
         with kind(hosts) as network, tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(network, ranks_per_host, Path(folder))
             failed: list[Job] = []
             delay_ms: float | None = None
-            for link, job in found:
+            for link, job in todo:
                 number += 1
-                places = {"hosts": hosts, "ranks_per_host": ranks_per_host}
-                label = report.label({**places, **link._asdict(), **job})
+                row = {"hosts": hosts, "ranks_per_host": ranks_per_host, **link._asdict(), **job}
+                label = report.label(row)
                 if time.monotonic() > deadline:
                     late.append(label)
                     continue
@@ -234,34 +229,17 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
                 if link.delay_ms != delay_ms:
                     ranks.end()  # a process group measures its delay once
                 delay_ms = link.delay_ms
-                if link.mbit_per_s is not None:
-                    network.throttle(*(each for each in link if each is not None))
+                network.throttle(*link)
                 try:
-                    result = ranks.do(job)
+                    row |= ranks.do(job)
                 except RankFailedError as error:
-                    result = {"failed": str(error)}
+                    row["failed"] = str(error)
                     failed.append(same)
-                if isinstance(network, DelayedNetwork):
-                    result["dropped_packets"] = network.num_dropped()
-                row = {**environment, **places, **link._asdict(), **job, **result}
-                append(rows, [row])
+                row["dropped_packets"] = network.num_dropped()
+                append(rows, [{**environment, **row}])
                 print(f"[{number}/{count}] {label}: {report.summary(row)}", flush=True)
             ranks.end()
     return late
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure, inside the namespaces."""
-    path = options.out / "network.jsonl"
-    path.unlink(missing_ok=True)
-    try:
-        late = measure(options, path)
-    except NoPrivilegeError as error:
-        print(f"network: {error}", file=sys.stderr)
-        return 2
-    for label in late:
-        print(f"network: not reached within {options.minutes:g} minutes: {label}")
-    return 0
 
 
 def show(path: Path, options: argparse.Namespace) -> None:
@@ -270,31 +248,40 @@ def show(path: Path, options: argparse.Namespace) -> None:
     write_picture(report.draw, rows, options.out / "network.png")
 
 
+def run(arguments: list[str], options: argparse.Namespace) -> int:
+    """Measure inside of namespaces, then show the rows. Raises NoPrivilegeError."""
+    path = options.out / "network.jsonl"
+    if options.inside:
+        path.unlink(missing_ok=True)
+        for label in measure(options, path):
+            print(f"network: not reached within {options.minutes:g} minutes: {label}")
+        return 0
+    command = isolated([sys.executable, "-m", "benchmarks.network", *arguments, "--inside"])
+    # A session of its own: Ctrl-C comes to this process, which kills everything below.
+    child = subprocess.Popen(command, start_new_session=True)
+    try:
+        status = child.wait()
+    finally:
+        child.kill()
+        child.wait()
+    if status == 0:
+        show(path, options)
+    return status
+
+
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     exit_on_signals()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.inside:
-        return run(options)
-    status, rows = 0, options.report
-    if rows is None:
-        try:
-            command = isolated([sys.executable, "-m", "benchmarks.network", *arguments, "--inside"])
-        except NoPrivilegeError as error:
-            print(f"network: {error}", file=sys.stderr)
-            return 2
-        # A session of its own: Ctrl-C comes to this process, which kills everything below.
-        child = subprocess.Popen(command, start_new_session=True)
-        try:
-            status = child.wait()
-        finally:
-            child.kill()
-            child.wait()
-        rows = options.out / "network.jsonl"
-    if status == 0:
-        show(rows, options)
-    return status
+    if options.report is not None:
+        show(options.report, options)
+        return 0
+    try:
+        return run(arguments, options)
+    except NoPrivilegeError as error:
+        print(f"network: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -125,9 +125,12 @@ class Network(AbstractContextManager):
             host.end()
         run("ip", "link", "del", "switch")
 
-    def throttle(self, mbit_per_s: float) -> None:
+    def throttle(self, mbit_per_s: float, delay_ms: None) -> None:
         for host in self.hosts:
             host.throttle(mbit_per_s)
+
+    def num_dropped(self) -> int:
+        return 0  # tbf drops packets to throttle
 
 
 class DelayedNetwork(AbstractContextManager):

@@ -1,4 +1,4 @@
-"""What the rows of a run say: tables, and a picture of time per step against delay or bandwidth."""
+"""What the rows of a run say: tables, and a picture of time per step against the delay."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from benchmarks.pictures import COLORS, label_decades, picture
 from benchmarks.records import Row
 from benchmarks.training.averaging import FLAT, LOCAL, SHARDED
 
-Link = tuple[int, float | None]  # Mbit/s, 0 for no network, and one-way ms, None without a router
+Link = tuple[int, float | None]  # Mbit/s, and one-way ms, None without a router
 
 # The hooks in pictures and in README, in words.
 DRAWN = {"none": "no hook", "bf16": "16 bits", "int8": "8 bits", "int4": "4 bits"}
@@ -52,9 +52,8 @@ def label(row: Row) -> str:
 
 def places(row: Row) -> str:
     """Name the hosts, and the ranks on each if there are several."""
-    hosts = f"{row['hosts']} hosts" if row["hosts"] > 1 else "1 host"
     ranks = row.get("ranks_per_host", 1)
-    return hosts if ranks == 1 else f"{hosts} of {ranks} ranks"
+    return f"{row['hosts']} hosts" + (f" of {ranks} ranks" if ranks > 1 else "")
 
 
 def name(row: Row) -> str:
@@ -98,13 +97,12 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def _link(row: Row) -> Link:
-    return row["mbit_per_s"] or 0, row.get("delay_ms")
+    return row["mbit_per_s"], row.get("delay_ms")
 
 
 def link_title(link: Link) -> str:
     mbit_per_s, delay_ms = link
-    delay = "" if delay_ms is None else f", {delay_ms:g} ms"
-    return f"{mbit_per_s:,} Mbit/s{delay}" if mbit_per_s else "no network"
+    return f"{mbit_per_s:,} Mbit/s" + ("" if delay_ms is None else f", {delay_ms:g} ms")
 
 
 def _step_table(rows: Sequence[Row]) -> list[str]:
@@ -172,21 +170,22 @@ def failure(row: Row) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG of ms per step on two hosts, a line per hook, of medians over runs.
+    """Write a PNG of ms per step on two hosts against the delay, a line per hook, of medians over runs.
 
-    There is a panel for each model, number of ranks per host and, where delays were measured, bandwidth; time
-    is shown against the delay then, and else against bandwidth.
+    There is a panel for each model, number of ranks per host and bandwidth.
 
     Raises ImportError without matplotlib, ValueError if there is no panel with two points.
     """
     panels: dict[str, dict[str, dict[float, list[Row]]]] = {}
     for row in of(rows, job="steps", hosts=2, wrapper="torch", hooks="gradcomp"):
-        if "failed" not in row and row["hook"].removesuffix(FLAT) in DRAWN:
-            lines = panels.setdefault(_panel(row), {})
-            lines.setdefault(row["hook"], {}).setdefault(_x(row), []).append(row)
-    panels = {title: lines for title, lines in panels.items() if len(_xs(lines)) > 1}
+        has_delay = row.get("delay_ms") is not None
+        if has_delay and "failed" not in row and row["hook"].removesuffix(FLAT) in DRAWN:
+            title = f"{MODELS[row['model']]},\n{places(row)}, {row['mbit_per_s']:,} Mbit/s"
+            by_delay = panels.setdefault(title, {}).setdefault(row["hook"], {})
+            by_delay.setdefault(row["delay_ms"], []).append(row)
+    panels = {title: lines for title, lines in panels.items() if len(_delays(lines)) > 1}
     if not panels:
-        raise ValueError("it needs two links between two hosts")
+        raise ValueError("it needs links with two delays between two hosts")
     with picture(path, len(panels)) as all_axes:
         for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
             _draw_panel(axes, title, lines)
@@ -197,29 +196,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def _draw_panel(axes: Any, title: str, lines: dict[str, dict[float, list[Row]]]) -> None:
     colors = {**dict(zip(DRAWN, COLORS, strict=False)), "noop": COLORS[-1]}
     for hook in sorted(lines, key=lambda each: [*DRAWN].index(each.removesuffix(FLAT))):
-        xs, times = zip(*((x, median_ms(runs)) for x, runs in sorted(lines[hook].items())), strict=True)
+        delays, times = zip(*((x, median_ms(runs)) for x, runs in sorted(lines[hook].items())), strict=True)
         style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) or hook == "auto" else "-"
         plain = hook.removesuffix(FLAT)
         label = DRAWN[plain] + hook.removeprefix(plain)
-        axes.plot(xs, times, style, marker="o", markersize=4, color=colors[plain], label=label)
+        axes.plot(delays, times, style, marker="o", markersize=4, color=colors[plain], label=label)
     axes.set(yscale="log", ylabel="ms per step", xlabel="one-way delay, ms")
-    axes.set_xticks([x for x in _xs(lines) if not 0 < x < max(_xs(lines)) / 10])  # their labels would touch
+    delays = _delays(lines)
+    axes.set_xticks([x for x in delays if not 0 < x < max(delays) / 10])  # their labels would touch
     label_decades(axes.yaxis)
-    if "Mbit/s" not in title:
-        axes.set(xscale="log", xlabel="Mbit/s")
-        label_decades(axes.xaxis)
     axes.set_title(title, loc="left", fontsize="medium")
     axes.grid(which="major", alpha=0.3)
 
 
-def _xs(lines: dict[str, dict[float, list[Row]]]) -> list[float]:
-    return sorted({x for line in lines.values() for x in line})
-
-
-def _x(row: Row) -> float:
-    return float(row["mbit_per_s"] if row.get("delay_ms") is None else row["delay_ms"])
-
-
-def _panel(row: Row) -> str:
-    link = "" if row.get("delay_ms") is None else f", {row['mbit_per_s']:,} Mbit/s"
-    return f"{MODELS.get(row['model'], row['model'])},\n{places(row)}{link}"
+def _delays(lines: dict[str, dict[float, list[Row]]]) -> list[float]:
+    return sorted({delay for line in lines.values() for delay in line})

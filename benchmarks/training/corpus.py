@@ -30,13 +30,8 @@ def read_corpus(folder: str) -> tuple[Tensor, Tensor]:
     Reading stops at the file that passes ``MAX_BYTES``. The last whole files, a tenth of the bytes, are
     held out for validation. Raises FileNotFoundError if there is too little to learn from.
     """
-    texts: list[bytes] = []
-    num_bytes = 0
-    for path in sorted(_sources(folder)):
-        texts.append(path.read_bytes())
-        num_bytes += len(texts[-1])
-        if num_bytes >= MAX_BYTES:
-            break
+    texts = _read(iter(sorted(_sources(folder))), MAX_BYTES)
+    num_bytes = sum(map(len, texts))
     if num_bytes < MIN_BYTES:
         raise FileNotFoundError(
             f"found {num_bytes} bytes of Python source under {folder!r}, too few to train on: is "
@@ -57,25 +52,26 @@ def read_once(folders: Sequence[str], sequence: int, num_windows: int) -> tuple[
     """
     named = {str(path.relative_to(folder)): path for folder in folders for path in _sources(folder)}
     paths = iter([named[name] for name in sorted(named, key=lambda name: sha256(name.encode()).digest())])
-    held_out = _read_at_least(HELD_OUT_BYTES, paths)
-    text = _read_at_least(num_windows * (sequence + 1), paths)
+    held_out = _as_tensor(_read(paths, HELD_OUT_BYTES))
+    num_bytes = num_windows * (sequence + 1)
+    text = _as_tensor(_read(paths, num_bytes))
+    if len(text) < num_bytes:
+        raise ValueError(
+            f"{num_bytes:,} bytes are to be read once, but the sources of Python and of its packages "
+            f"have {len(text):,}: train a smaller model, on fewer tokens, or install more packages"
+        )
     windows = text.unfold(0, sequence + 1, sequence + 1)
     return windows[:num_windows], held_out
 
 
-def _read_at_least(num_bytes: int, paths: Iterator[Path]) -> Tensor:
+def _read(paths: Iterator[Path], num_bytes: int) -> list[bytes]:
+    """Read files until they have this number of bytes, or until there are no more."""
     texts: list[bytes] = []
     found = 0
-    while found < num_bytes:
-        path = next(paths, None)
-        if path is None:
-            raise ValueError(
-                f"{num_bytes:,} bytes are to be read once, but the sources of Python and of its packages "
-                f"have {found:,}: train a smaller model, on fewer tokens, or install more packages"
-            )
+    while found < num_bytes and (path := next(paths, None)):
         texts.append(path.read_bytes())
         found += len(texts[-1])
-    return _as_tensor(texts)
+    return texts
 
 
 def _sources(folder: str) -> Iterator[Path]:

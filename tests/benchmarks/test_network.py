@@ -54,7 +54,7 @@ def test_steps_over_a_throttled_link(tmp_path):
         sent = found[f"fsdp2:{hook}"]["sent_bytes_per_step"]
         assert share < sent / MLP_BYTES < 1.1 * share
     assert f"| torch's fp16 | {found['torch:fp16']['sent_bytes_per_step']:,.0f} | " in done.stdout
-    assert "No picture: it needs two links between two hosts" in done.stdout
+    assert "No picture: it needs links with two delays between two hosts" in done.stdout
 
 
 @pytest.mark.usefixtures("allowed")
@@ -226,24 +226,23 @@ def test_bad_arguments_are_refused(arguments, message, capsys):
     assert message in refusal(capsys, network.main, arguments)
 
 
-def jobs_of(hosts, *arguments):
-    """Return (link, job's kind, hook, run) of the jobs on hosts."""
+def jobs_of(*arguments):
+    """Return (link, job's kind, hook, run) of the jobs."""
     options = network.parse(["--models", "mlp", "--links", "200", *arguments])
     return [
         (tuple(link), job["job"], job["job"] == "steps" and report.name_of(job), job.get("run"))
-        for link, job in network.jobs(options, hosts)
+        for link, job in network.jobs(options)
     ]
 
 
 def test_passes_over_exactly_the_hooks_that_are_named():
     names = ["noop", "powersgd:8:bf16", "torch:fp16", "local:20:int8", "fsdp2:int8:int4"]
     arguments = ["--only", ",".join(names), "--runs", "2", "--delay-ms", "0,2.5"]
-    assert jobs_of(2, *arguments) == [
+    assert jobs_of(*arguments) == [
         ((200, delay), *job)
         for delay in (0.0, 2.5)
         for job in (("link", False, None), *(("steps", name, run) for run in (0, 1) for name in names))
     ]
-    assert jobs_of(1, *arguments)[:2] == [((None, None), "steps", name, 0) for name in names[:2]]
 
 
 def test_rows_say_whose_a_hook_is_and_where_it_is_timed():
@@ -302,11 +301,11 @@ def test_the_line_of_a_link_has_the_smallest_exchange():
     assert report.summary(link) == line
 
 
-def test_a_picture_needs_two_links(tmp_path):
+def test_a_picture_needs_two_delays(tmp_path):
     times = {"job": "steps", "step_ms": 30.0}
-    with pytest.raises(ValueError, match="it needs two links between two hosts"):
-        report.draw([row("none", **times), row("none", **times, hosts=4)], tmp_path / "network.png")
-    report.draw(
-        [row("int4", **times), row("int4:flat", **times | {"mbit_per_s": 50})], tmp_path / "network.png"
-    )
+    rows = [row("int4", **times, delay_ms=0.0), row("int4:flat", **times, delay_ms=25.0)]
+    for few in (rows[:1], [rows[0], rows[1] | {"hosts": 4}], [rows[0], row("none", **times)]):
+        with pytest.raises(ValueError, match="it needs links with two delays between two hosts"):
+            report.draw(few, tmp_path / "network.png")
+    report.draw(rows, tmp_path / "network.png")
     assert (tmp_path / "network.png").stat().st_size > 5_000
