@@ -51,7 +51,6 @@ def tables() -> Iterator[tuple[str, str]]:
         ("network", report.of(STEPS, hosts=2, ranks_per_host=3)),
         ("frameworks/local_steps", beside + local),
         ("fsdp", steps(wrapper="fsdp2")),
-        ("fsdp", report.of(STEPS, wrapper="fsdp2", ranks_per_host=2, mbit_per_s=200)),
     ):
         for table in re.split(r"\n\n(?=[^|])", report.tables(rows)):
             yield f"docs/{page}.md", table
