@@ -35,11 +35,9 @@ HOOKS = (
     "none,alone,fp16,int8,int4,int4:64,powersgd:16,powersgd:8,powersgd:4,powersgd:8:bf16,"
     "powersgd:16:int8,powersgd:8:int8,powersgd:4:int8"
 )
-# What isn't an option: the GPT's learning rate, and the number of validations. Compression starts with the
-# first one.
-FIXED = {"learning_rate": 3e-3, "validations": 10, "link": None, "keep_steps": False}
-DEFAULTS = {"hook": HOOKS, "ranks": 4, "out": Path("build/accuracy"), "steps": 500, "batch": 8, **FIXED}
-DEFAULTS |= {"width": 64, "layers": 2}
+DEFAULTS = {"hook": HOOKS, "ranks": 4, "out": Path("build/accuracy"), "steps": 500, "width": 64, "layers": 2}
+# The GPT's learning rate and batch, and the number of validations: compression starts with the first one.
+DEFAULTS |= {"learning_rate": 3e-3, "batch": 8, "validations": 10, "link": None, "keep_steps": False}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -34,13 +34,9 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
 
 def recorded(options: argparse.Namespace) -> dict[tuple[int, str, str], Row]:
     """Return the rows in ``options.results`` of runs with these options, by seed, task and hook."""
-    if not options.results.exists():
-        return {}
-    return {
-        (row["seed"], row["task"], row["hook"]): row
-        for row in read(options.results)
-        if row["options"] == options_of(options)
-    }
+    rows = read(options.results) if options.results.exists() else []
+    known = [row for row in rows if row["options"] == options_of(options)]
+    return {(row["seed"], row["task"], row["hook"]): row for row in known}
 
 
 def options_of(options: argparse.Namespace) -> dict[str, object]:
