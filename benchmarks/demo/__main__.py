@@ -20,6 +20,7 @@ from benchmarks.demo import chart
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
 from benchmarks.records import read
+from benchmarks.training.averaging import ALONE
 from benchmarks.training.options import parse as parse_training
 from benchmarks.training.runs import work
 from benchmarks.training.wire import Link
@@ -51,6 +52,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parse_training(parser, arguments, **DEFAULTS)
     if options.ranks < 2:
         parser.error("--ranks: one rank alone sends nothing; at least 2")
+    if ALONE in options.hooks:
+        parser.error(f"--hook: {ALONE} sends nothing to compare")
     options.results = options.out / "demo.jsonl"
     return options
 

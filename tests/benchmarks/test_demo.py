@@ -127,6 +127,7 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
     ("arguments", "message"),
     [
         (["--hook", "fp16,fp8"], "--hook: there is no hook 'fp8'; known are none, allreduce"),
+        (["--hook", "none,alone"], "--hook: alone sends nothing to compare"),
         (["--link", "5"], "argument --link: '5' is neither none nor MBIT_PER_S,DELAY_MS, such as 200,10"),
         (["--link", "0,10"], "argument --link: '0,10' is neither none nor"),
         (["--link", "200,-1"], "argument --link: '200,-1' is neither none nor"),
