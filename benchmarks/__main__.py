@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import triton
 
-from benchmarks import environment, outcomes, powersgd
+from benchmarks import environment, outcomes
 from benchmarks.clock import Clock, gb_per_s
 from benchmarks.floor import floor_us
 from benchmarks.harness import Case, check
@@ -47,7 +47,6 @@ FIRST = (
     "reducer resnet50, bucket views",
     "powerSGD_hook resnet50, 5 buckets, r=4 float32",
     "powerSGD_hook bert-large, 38 buckets, r=4 float32",
-    *(f"powerSGD {stage} bert-large, 38 buckets, r=4 float32" for stage in powersgd.PASSES),
     "powerSGD_hook bert-large, 38 buckets, r=4, int8 factors",
     "reducer bert-large",
     "powerSGD_hook gpt2-medium, 37 buckets, r=4 float32",
@@ -58,7 +57,7 @@ FIRST = (
 )
 # The beginnings of cases that need no kernels beside other cases'. PowerSGD's depend on rank and dtype alone.
 COMPILED_BY_OTHERS = (
-    *("average ", "dequantize ", "reducer ", "powerSGD ", "powerSGD_hook gpt2-medium"),
+    *("average ", "dequantize ", "reducer ", "powerSGD_hook gpt2-medium"),
     *(f"powerSGD_hook bert-large, 38 buckets, r={rank} float32" for rank in (1, 4, 32)),
 )
 
@@ -86,8 +85,7 @@ def to_compile(cases: Iterable[Case]) -> list[Case]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    text = "only cases whose name holds this text; sweep: PowerSGD's stages with other numbers of programs"
-    parser.add_argument("--filter", default="", help=text)
+    parser.add_argument("--filter", default="", help="only cases whose name holds this text")
     parser.add_argument("--quick", action="store_true", help="small problems, few repetitions")
     text = "time nothing, but compile the kernels, of every Nth case from the Ith on, counted from 0"
     parser.add_argument("--compile", metavar="I/N", help=text)
@@ -208,8 +206,6 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
     facts = environment.describe(device)
     for name, value in facts.items():
         print(f"{name:>18}: {value}")
-    if args.filter == "sweep":
-        cases = powersgd.sweep(device, args.quick)
     found = discover(device, args.quick) if cases is None else list(cases)
     selected = [case for case in found if args.filter in str(case)]
     if not selected:

@@ -10,7 +10,6 @@ hooks       streams and hooks, on NCCL and gloo
 reducer     the Reducer, the wrapper and FSDP2
 compile     the benchmarks' kernels, in several processes
 benchmarks  python -m benchmarks: beside torch's hooks and beside a copy of as many bytes
-sweep       PowerSGD's stages with other numbers of programs, 90 s; only with --only sweep
 
 Each part has a time limit. A part that fails or is killed at its limit doesn't stop the next one. As soon as
 a part ends, the results folder has its output, PART.log (of compile: benchmarks.log), and its row in
@@ -132,7 +131,6 @@ PARTS = (
     # It stops by itself, so that no case is cut off.
     Part("benchmarks", 140, module=("benchmarks", "--record", "--budget-s", "115")),
 )
-SWEEP = Part("sweep", 90, module=("benchmarks", "--record", "--filter", "sweep", "--budget-s", "75"))
 
 
 def run(commands: Sequence[Sequence[str]], limit_s: float, log: Path) -> list[int | None]:
@@ -209,9 +207,8 @@ def run_part(part: Part, args: argparse.Namespace, failed: Sequence[str]) -> dic
 def missing(device: str) -> str | None:
     """Return the reason why nothing can be run here, or None if there is none."""
     try:
-        torch, triton, numpy, *_ = map(
-            importlib.import_module, ("torch", "triton", "numpy", "pytest", "hypothesis")
-        )
+        names = ("torch", "triton", "numpy", "pytest", "hypothesis")
+        torch, *_ = map(importlib.import_module, names)
     except ImportError as error:
         return f"this Python ({sys.executable}) lacks {error.name}"
     found = importlib.util.find_spec("tests.claimed")
@@ -219,11 +216,6 @@ def missing(device: str) -> str | None:
         return f"another package is called tests: {found and found.origin}"
     if device == "cuda" and not torch.cuda.is_available():
         return f"no CUDA GPU is available to torch {torch.__version__}"
-    triton_version, numpy_version = (
-        tuple(map(int, each.__version__.split(".")[:2])) for each in (triton, numpy)
-    )
-    if device == "cpu" and triton_version < (3, 7) and numpy_version >= (2, 4):
-        return f"Triton 3.6's interpreter needs numpy below 2.4, and this is {numpy.__version__}"
     return None
 
 
@@ -245,7 +237,7 @@ def describe(device: str) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    names = [part.name for part in (*PARTS, SWEEP)]
+    names = [part.name for part in PARTS]
     parser.add_argument("--only", action="append", choices=names, help="run this part (repeatable)")
     text = "leave this part out (repeatable)"
     parser.add_argument("--skip", action="append", choices=names, default=[], help=text)
@@ -272,9 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     path = file_of(facts, args.results)
     rows: list[dict[str, Any]] = []
-    for part in (*PARTS, SWEEP):
-        is_asked = part.name in args.only if args.only else part is not SWEEP
-        if part.name in args.skip or not is_asked:
+    for part in PARTS:
+        if part.name in args.skip or (args.only and part.name not in args.only):
             continue
         print(f"==== {part.name}: at most {part.limit_s:.0f} s", flush=True)
         row = run_part(part, args, [each["part"] for each in rows if each["verdict"] != PASSED])

@@ -1,4 +1,4 @@
-"""gradcomp's powerSGD_hook beside torch's, at world size 1, and the local stages of ours, each by itself.
+"""gradcomp's powerSGD_hook beside torch's, at world size 1.
 
 A call handles all buckets of a model, one after another, as a training step does; on CPU, one of the buckets
 of CPU_BUCKETS. The backend is NCCL on CUDA and gloo on CPU; nothing crosses a wire. Providers:
@@ -19,12 +19,10 @@ warm start mends it, and error feedback sends what the first steps lost. The tim
 works on the gradient that the last one left, which is the same one.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
@@ -32,9 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from benchmarks import models
 from benchmarks.harness import Case, Setup, frobenius_error
 from benchmarks.hooks import FakeBucket, call, join_group_of_one
-from gradcomp import ops
 from gradcomp.hooks import powerSGD_hook as power_sgd
-from gradcomp.kernels.powersgd import work
 from gradcomp.layout import PowerSGDLayout
 
 CPU_BUCKETS = {
@@ -52,37 +48,24 @@ CUDA_PROBLEMS = [
     *((model, torch.float32, rank) for model in ("resnet50", "gpt2-medium") for rank in (32, 1)),
     ("bert-large", torch.bfloat16, 32),
 ]
-NUM_BY_STAGE = 8  # of these are timed stage by stage, too
-# What is swept: the model's name and rank, the share of the last programs, and factors of NUM_PROGRAMS.
-SWEPT = [(model, rank) for rank in (4, 32, 1) for model in ("bert-large", "resnet50")]
-LAST_SHARES = (0.45, 0.6, 0.3)
-FACTORS = (1.0, 1.15, 0.75, 1.5, 0.55)
-
-# Passes over an element of a compressed matrix, by stage; M is kept, and the error rebuilt from it. project
-# reads the gradient and M and writes M; back_project, which orthonormalizes, reads M; reconstruct writes the
-# gradient.
-PASSES = {"project": 3, "orthonormalize": 0, "back_project": 1, "reconstruct": 1}
-# Passes over an element that isn't compressed: to the wire and back.
-UNCOMPRESSED_PASSES = {"project": 2, "orthonormalize": 0, "back_project": 0, "reconstruct": 2}
-# Launches for a bucket. back_project orthonormalizes first.
-LAUNCHES = {"project": 1, "orthonormalize": 2, "back_project": 3, "reconstruct": 1}
-HOOK_STAGES = ("project", "back_project", "reconstruct")
+# Passes over an element of a compressed matrix; M is kept, and the error rebuilt from it. project reads the
+# gradient and M and writes M; back_project, which orthonormalizes, reads M; reconstruct writes the gradient.
+PASSES = 3 + 1 + 1
+UNCOMPRESSED_PASSES = 2 + 2  # over an element that isn't compressed: to the wire and back
+LAUNCHES = 1 + 3 + 1  # for a bucket
 
 # The time limit of a case: there are many, and torch's slowest call takes half a second.
 CUDA_SECONDS = 0.15
 
 # The Frobenius norm of the error over the norm of the gradient. bf16's bound is wide: torch's hook
 # orthonormalizes in bf16.
-HOOK_MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-1}
+MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-1}
 MAX_INT8_ERROR = 5e-2  # P and Q are each rounded to 8 bits; measured 1.9e-2
 START = 2  # plain steps, torch's minimum
 NUM_COMPRESSED = 2  # steps before the one that is checked
 PROVIDERS = ("gradcomp", "torch", "torch_batched")
 # For a bucket with int8 factors: each of the two is quantized, averaged and dequantized.
 INT8_LAUNCHES = 11
-# Of a stage: the wire is bf16, the arithmetic fp32.
-STAGE_MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-SEED = 1
 
 
 @dataclass(frozen=True)
@@ -94,46 +77,29 @@ class Problem:
     dtype: torch.dtype
     rank: int
     device: torch.device
-    tuning: tuple[float, float] = (work.LAST_SHARE, 1.0)  # and a factor of NUM_PROGRAMS
 
     @property
     def layouts(self) -> list[PowerSGDLayout]:
         return [PowerSGDLayout(shapes, self.rank, min_compression_rate=2) for shapes in self.buckets]
 
-    @property
-    def num_elements(self) -> int:
-        return sum(layout.numel for layout in self.layouts)
-
-    def num_bytes(self, *stages: str) -> int:
-        compressed = sum(matrix.numel for layout in self.layouts for matrix in layout.matrices)
-        uncompressed = self.num_elements - compressed
-        passes = sum(
-            PASSES[stage] * compressed + UNCOMPRESSED_PASSES[stage] * uncompressed for stage in stages
-        )
-        return passes * self.dtype.itemsize
-
-    def case(
-        self,
-        name: str,
-        label: str,
-        stages: Sequence[str],
-        build: "Callable[[Problem], Setup]",
-        **options: Any,
-    ) -> Case:
-        """Describe an operation on this problem that moves the bytes of these stages."""
-        dtype = str(self.dtype).removeprefix("torch.")
+    def case(self, label: str) -> Case:
+        layouts = self.layouts
+        num_elements = sum(layout.numel for layout in layouts)
+        compressed = sum(matrix.numel for layout in layouts for matrix in layout.matrices)
+        passes = PASSES * compressed + UNCOMPRESSED_PASSES * (num_elements - compressed)
         return Case(
-            name,
+            "powerSGD_hook",
             label=label,
-            dtype=dtype,
-            num_bytes=self.num_bytes(*stages),
-            build=partial(build, self),
+            dtype=str(self.dtype).removeprefix("torch."),
+            num_bytes=passes * self.dtype.itemsize,
+            max_error=MAX_ERROR[self.dtype],
+            build=partial(_hooks, self),
+            baseline="torch",
             error_of=frobenius_error,
+            min_launches=LAUNCHES * len(self.buckets),
             seconds=CUDA_SECONDS if self.device.type == "cuda" else None,
             num_buckets=len(self.buckets),
-            num_elements=self.num_elements,
-            min_launches=len(self.buckets) * sum(LAUNCHES[stage] for stage in stages),
-            **options,
+            num_elements=num_elements,
         )
 
 
@@ -154,8 +120,7 @@ def problems(device: torch.device, quick: bool) -> Iterator[tuple[str, Problem]]
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for number, (label, problem) in enumerate(problems(device, quick)):
-        bound = HOOK_MAX_ERROR[problem.dtype]
-        case = problem.case("powerSGD_hook", label, HOOK_STAGES, _hooks, max_error=bound, baseline="torch")
+        case = problem.case(label)
         yield case
         if number == 0:
             yield replace(
@@ -165,34 +130,6 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 max_error=MAX_INT8_ERROR,
                 min_launches=INT8_LAUNCHES * len(problem.buckets),
             )
-    for label, problem in itertools.islice(problems(device, quick), NUM_BY_STAGE):
-        for stage in PASSES:
-            yield problem.case(
-                f"powerSGD {stage}",
-                label,
-                (stage,),
-                partial(_stage, stage=stage),
-                max_error=STAGE_MAX_ERROR[problem.dtype],
-                baseline="gradcomp",
-            )
-
-
-def sweep(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield the kernels' stages with other numbers of programs, all stages of one tuning together."""
-    for model, rank in SWEPT[:1] if quick else SWEPT:
-        shapes = [CPU_BUCKETS["60×256×256"]] if quick else models.buckets(model)
-        problem = Problem(model, tuple(map(tuple, shapes)), torch.float32, rank, device)
-        for tuning in itertools.product(LAST_SHARES, FACTORS[: 2 if quick else None]):
-            tuned, (share, factor) = replace(problem, tuning=tuning), tuning
-            for stage, count in work.NUM_PROGRAMS.items():
-                yield tuned.case(
-                    f"sweep {stage}",
-                    f"{model}, r={rank}, {count * factor:.0f} programs, last share {share}",
-                    (stage,),
-                    partial(_stage, stage=stage),
-                    max_error=STAGE_MAX_ERROR[torch.float32],
-                    baseline="gradcomp",
-                )
 
 
 def _hooks(problem: Problem, factor_dtype: torch.dtype | None = None) -> Setup:
@@ -249,68 +186,3 @@ def _of_low_rank(layout: PowerSGDLayout, problem: Problem) -> torch.Tensor:
         )
         gradient[matrix.offset : matrix.offset + matrix.numel] = (left @ right.mT).view(-1)
     return gradient.to(problem.dtype)
-
-
-def _stage(problem: Problem, stage: str) -> Setup:
-    """Make a plan per bucket. A stage is checked by the bucket after all later stages of the second step."""
-    plans = _plans(problem)
-    order = list(PASSES)
-    earlier, later = order[: order.index(stage)], order[order.index(stage) + 1 :]
-
-    def run(name: str) -> None:
-        for plan, _, buffer, _ in plans:
-            if name == "orthonormalize":
-                plan.orthonormalize()
-            else:
-                getattr(plan, name)(buffer, SEED if name == "reconstruct" else 1.0)
-
-    def restore(_: str = "") -> None:
-        """Run a whole step, so that no factor is zero, and the next step up to this stage."""
-        for plan, gradient, buffer, directions in plans:
-            plan.load(torch.zeros_like(gradient), directions)
-            buffer.copy_(gradient)
-        for name in PASSES:
-            run(name)
-        for plan, *_ in plans:
-            plan.error()  # else plain torch subtracts P Qᵀ from M in project, after the check has cleared P
-        for name in earlier:
-            run(name)
-
-    def provider() -> Iterator[torch.Tensor]:
-        run(stage)
-        return finish()
-
-    def finish() -> Iterator[torch.Tensor]:  # runs when the check asks for results, not when timed
-        for name in later:
-            run(name)
-        for _, _, buffer, _ in plans:
-            yield buffer
-        restore()  # else the timed calls find the error of a whole step in M, next to zero
-
-    restore()  # the plans have their wires from the first step on
-    written = {
-        "project": [plan.p_wire for plan, *_ in plans],
-        "back_project": [plan.q_wire for plan, *_ in plans],
-        "reconstruct": [buffer for _, _, buffer, _ in plans],
-    }
-    return Setup(
-        {"gradcomp": provider},
-        reference=lambda: (gradient.double() for _, gradient, *_ in plans),
-        outputs=written.get(stage, []),
-        restore=restore,
-    )
-
-
-# Cached for the stages of one problem, which are timed one after another.
-@lru_cache(maxsize=1)
-def _plans(problem: Problem) -> list[tuple[ops.PowerSGDPlan, torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
-    """Make for every bucket its plan, gradient, buffer and the first step's directions."""
-    plans, (share, factor) = [], problem.tuning
-    programs = {name: max(1, round(count * factor)) for name, count in work.NUM_PROGRAMS.items()}
-    with mock.patch.multiple(work, NUM_PROGRAMS=programs, LAST_SHARE=share):
-        for layout in problem.layouts:
-            gradient = _of_low_rank(layout, problem)
-            options = {"error_feedback": True, "warm_start": True, "epsilon": 0.0, "seed": SEED}
-            plan = ops.powersgd_plan(layout, problem.dtype, problem.device, **options)
-            plans.append((plan, gradient, gradient.clone(), plan.directions()))
-    return plans

@@ -20,6 +20,8 @@ from gradcomp.hooks.auto_hook import CANDIDATES
 LINKS = ((200, 0.0), (200, 25.0), (1_000, 0.0), (1_000, 25.0))
 FASTEST = 10_000, None
 
+ACCURACY = report.of(read(RESULTS / "accuracy.jsonl"), task="gpt")
+LOSSES = comparison.summaries(ACCURACY)["gpt"]
 ROWS = read(RESULTS / "network.jsonl")
 STEPS = report.of(ROWS, job="steps")
 
@@ -45,32 +47,30 @@ def tables() -> Iterator[tuple[str, str]]:
     for page, rows in (
         ("network", [row for row in steps(model="mlp", wrapper="torch") if row["delay_ms"] not in (5, None)]),
         ("network", [row for row in gpt if row["hook"] != "allreduce" and row["delay_ms"] is not None]),
-        ("network", report.of(ROWS, job="loss")),
         ("network", [row for row in report.of(STEPS, hosts=4) if row["hook"] not in ("noop", "bf16")]),
         ("network", report.of(STEPS, hosts=2, ranks_per_host=3)),
         ("frameworks/local_steps", beside + local),
         ("fsdp", steps(wrapper="fsdp2")),
-        ("fsdp", report.of(STEPS, wrapper="fsdp2", ranks_per_host=2, mbit_per_s=200)),
     ):
         for table in re.split(r"\n\n(?=[^|])", report.tables(rows)):
             yield f"docs/{page}.md", table
-    yield "docs/accuracy.md", accuracys_table()
+    yield "docs/accuracy.md", comparison.tables(ACCURACY)
 
 
-def accuracys_table() -> str:
-    return comparison.tables(report.of(read(RESULTS / "accuracy.jsonl"), task="gpt"))
+def mean(losses: list[float], sign: str = "") -> str:
+    return comparison.mean_and_spread(losses, 3, sign).partition(" ")[0]
 
 
 def readmes_lines() -> Iterator[str]:
     """Yield a line for each hook: of the GPT's steps, and of a smaller one's loss."""
-    costs = {line.split()[0]: line.split() for line in accuracys_table().splitlines()[2:]}
+    costs = {each.hook: mean(each.differences, "+") for each in LOSSES}
     runs, links = steps(model="gpt", wrapper="torch", hooks="gradcomp"), (LINKS[0], LINKS[3])
     sent = {row["hook"]: row["sent_bytes_per_step"] for row in at(runs, links[0])}
     for hook, name in report.DRAWN.items():
         times = " | ".join(report.cell(at(runs, link, hook=hook), at(runs, link)) for link in links)
         rate = {"auto": "as it chooses", "noop": "all"}.get(hook) or f"{sent['none'] / sent[hook]:.1f}×"
-        loss = costs.get({"bf16": "fp16"}.get(hook, hook), [])[8:9] if hook != "none" else []
-        yield f"| {name} | {rate} | {times} | {''.join(loss)} |"
+        loss = costs.get({"bf16": "fp16", "none": ""}.get(hook, hook), "")
+        yield f"| {name} | {rate} | {times} | {loss} |"
 
 
 def advice() -> Iterator[str]:
@@ -106,8 +106,6 @@ def on_networks() -> Iterator[tuple[str, str]]:
         f"A step with `auto_hook` takes {min(ratios):.2f} to {max(ratios):.2f} times as long as with the "
         f"fastest candidate, in the median {statistics.median(ratios):.2f}",
     )
-    none, int4, low = (ms(steps(model="mlp12"), LINKS[3], each) for each in ("none", "int4", CANDIDATES[-1]))
-    yield "docs/network.md", f"{none:.0f} ms without a hook, {int4:.0f} with int4 and {low:.0f} with"
     two, four = (at(report.of(ROWS, job="link", hosts=hosts), LINKS[3])[0] for hosts in (2, 4))
     small, of_four = (dict(link["all_reduce_seconds"])[1_000] * 1e3 for link in (two, four))
     yield (
@@ -175,6 +173,10 @@ def texts() -> Iterator[tuple[str, str]]:
     """Yield (page, what it says by the rows)."""
     yield from (*tables(), *on_networks(), *on_devices())
     yield "README.md", "\n".join(readmes_lines())
+    none, alone, *_ = LOSSES
+    model = f"a GPT of {ACCURACY[0]['num_parameters']:,} parameters"
+    yield "README.md", f"no hook's {mean(none.losses)}, for {model}"
+    yield "README.md", f"Without any communication it ends {mean(alone.differences)} above"
     yield "docs/choosing.md", "\n".join(advice())
 
 

@@ -2,14 +2,14 @@
 
     python -m benchmarks.accuracy --task digits --hook none,int4,powersgd:4 --seeds 3
 
-It trains the demo's GPT, of a smaller size, and a convolutional network on scikit-learn's digits, on several
+It trains a small GPT on text, and a convolutional network on scikit-learn's digits, on several
 ranks (gloo, CPU). From one seed every hook trains the same weights on the same data in the same order.
 Compression starts after a tenth of the steps. PowerSGD is powersgd:RANK, powersgd:RANK:int8 with factors in
 int8 (or bf16, fp16), or batched:RANK for a bucket as one matrix. "alone" is every rank by itself, without
 communication: what a hook must beat.
 
-"local:20" averages the weights once in 20 local steps, "local:20:int4" does so in 4 bits; ":delay=5" and
-":fragments=5" are LocalSteps' arguments, ":outer=0.7/0.9" is the outer SGD's learning rate and Nesterov
+"local:20" averages the weights once in 20 local steps, "local:20:int4" does so in 4 bits; ":delay=5" is
+LocalSteps' argument, ":outer=0.7/0.9" is the outer SGD's learning rate and Nesterov
 momentum, and with ":to=50" exchanges become rarer as the square of the learning rate falls, up to 50 steps.
 ":lr=0.01" at the end of any name is the learning rate of the (inner) optimizer.
 
@@ -24,44 +24,37 @@ import sys
 from pathlib import Path
 
 from benchmarks.accuracy import comparison
-from benchmarks.accuracy.runs import parse_run_name, recorded, runs, work
-from benchmarks.accuracy.tasks import TASKS
-from benchmarks.demo.train import add_training_options, parse_training_options
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
+from benchmarks.training.options import parse as parse_training
+from benchmarks.training.runs import recorded, runs, work
+from benchmarks.training.tasks import TASKS
 from gradcomp.command_line import positive_int
 
 HOOKS = (
     "none,alone,fp16,int8,int4,int4:64,powersgd:16,powersgd:8,powersgd:4,powersgd:8:bf16,"
     "powersgd:16:int8,powersgd:8:int8,powersgd:4:int8"
 )
+DEFAULTS = {"hook": HOOKS, "ranks": 4, "out": Path("build/accuracy"), "steps": 500, "width": 64, "layers": 2}
+# The GPT's learning rate and batch, and the number of validations: compression starts with the first one.
+DEFAULTS |= {"learning_rate": 3e-3, "batch": 8, "validations": 10, "link": None, "keep_steps": False}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     tasks = ",".join(TASKS)
     text = f"comma-separated, of {tasks} (default %(default)s)"
     parser.add_argument("--task", default="gpt,digits", help=text)
-    text = "comma-separated; the others are compared with the first (default %(default)s)"
-    parser.add_argument("--hook", default=HOOKS, help=text)
     text = "runs per hook, from --seed on (default %(default)s)"
     parser.add_argument("--seeds", type=positive_int, default=4, help=text)
     parser.add_argument("--resume", action="store_true", help="skip the runs that are in --out already")
     text = "length of a run of the task text, in place of --steps (default %(default)s)"
     parser.add_argument("--tokens-per-parameter", type=positive_int, default=20, metavar="N", help=text)
-    add_training_options(parser)
-    parser.set_defaults(ranks=4, out=Path("build/accuracy"), steps=500, width=64, layers=2)
-    options = parse_training_options(parser, arguments)
-    options.tasks, options.hooks = options.task.split(","), options.hook.split(",")
+    options = parse_training(parser, arguments, **DEFAULTS)
+    options.tasks = options.task.split(",")
     for task in options.tasks:
         if task not in TASKS:
             parser.error(f"--task: there is no {task!r}; known are {tasks}")
-    for hook in options.hooks:
-        try:
-            parse_run_name(hook)
-        except ValueError as error:
-            parser.error(f"--hook: {error}")
     if "digits" in options.tasks and importlib.util.find_spec("sklearn") is None:
         parser.error(
             "the digits come with scikit-learn, which is not installed: pip install 'gradcomp[accuracy]', "

@@ -11,8 +11,6 @@ from typing import Any
 from benchmarks.pictures import COLORS, label_decades, picture
 from benchmarks.records import Row
 
-FAILED = 2  # a hook whose loss exceeds the first hook's by this factor isn't in the picture
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -110,12 +108,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
     axes.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
-    baseline = statistics.mean(hooks[0].losses)
-    shown = [
-        hook
-        for hook in sorted(hooks[1:], key=lambda hook: hook.bytes_per_step)
-        if hook.bytes_per_step and statistics.mean(hook.losses) <= FAILED * baseline
-    ]
+    shown = sorted(hooks[1:], key=lambda hook: hook.bytes_per_step)
+    shown = [hook for hook in shown if hook.bytes_per_step]
     families = list(dict.fromkeys(family_of(hook.hook) for hook in shown))
     for color, family in zip(cycle(COLORS[1:-2]), families, strict=False):  # without yellow, for the labels
         drawn = [hook for hook in shown if family_of(hook.hook) == family]

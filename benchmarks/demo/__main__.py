@@ -2,29 +2,33 @@
 
     python -m benchmarks.demo --hook none,int4,powersgd:4 --link 100,25
 
-The ranks are processes on this machine. On a CPU the link between them is emulated: a collective ends when
-its bytes would have arrived. Every hook trains the same weights on the same data in the same order: the
-source of Python's own standard library. It writes a JSON record per hook and a picture to --out.
+The ranks are processes on this machine's CPU. The link between them is emulated: a collective ends when its
+bytes would have arrived. Every hook trains the same weights on the same data in the same order: the source of
+Python's own standard library. It writes demo.jsonl, a line per hook, and a picture to --out.
 """
 
 import argparse
-import json
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
-import torch
 from torch.multiprocessing.spawn import ProcessException
 
-from benchmarks.demo import chart, train
-from benchmarks.demo.train import AUTO, GPT, add_training_options, parse_training_options
-from benchmarks.demo.wire import Link
+from benchmarks.demo import chart
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
-from gradcomp.hooks.named_hooks import NamedHook
+from benchmarks.records import read
+from benchmarks.training.averaging import ALONE
+from benchmarks.training.options import parse as parse_training
+from benchmarks.training.runs import work
+from benchmarks.training.wire import Link
 
-FIRST_HOOKS = "none,bf16,int8,int4,powersgd:8:int8,auto"
+HOOKS = "none,bf16,int8,int4,powersgd:8:int8,auto"
+DEFAULTS = {"hook": HOOKS, "ranks": 2, "out": Path("build/demo"), "steps": 100, "width": 128, "layers": 4}
+DEFAULTS |= {"learning_rate": 1e-3, "batch": 4, "validations": 20, "keep_steps": True}
+DEFAULTS |= {"tasks": ["gpt"], "seeds": 1, "tokens_per_parameter": 0}
 MAX_LOAD = 1.5  # per core, before the demo begins
 
 
@@ -43,56 +47,36 @@ def link(text: str) -> Link | None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    text = "hooks by their names in docs/accuracy.md, and auto, in this order (default %(default)s)"
-    parser.add_argument("--hook", default=FIRST_HOOKS, help=text)
     text = "a rank's Mbit/s and the delay each way in ms; none: not emulated (default %(default)s)"
     parser.add_argument("--link", type=link, default="200,10", help=text)
-    add_training_options(parser)
-    parser.set_defaults(ranks=2, out=Path("build/demo"), steps=100)
-    options = parse_training_options(parser, arguments)
+    options = parse_training(parser, arguments, **DEFAULTS)
     if options.ranks < 2:
         parser.error("--ranks: one rank alone sends nothing; at least 2")
-    options.hooks = options.hook.split(",")
-    for hook in options.hooks:
-        try:
-            hook == AUTO or NamedHook.named(hook)
-        except ValueError as error:
-            parser.error(f"--hook: {error}")
+    if ALONE in options.hooks:
+        parser.error(f"--hook: {ALONE} sends nothing to compare")
+    options.results = options.out / "demo.jsonl"
     return options
-
-
-def headline(options: argparse.Namespace) -> str:
-    """Say what is trained, over which link."""
-    with torch.device("meta"):
-        net = GPT(options.width, options.layers, options.heads, options.sequence)
-    num_parameters = sum(parameter.numel() for parameter in net.parameters())
-    if torch.cuda.is_available():
-        over = "GPUs' links, which aren't emulated"
-    elif options.link is None:
-        over = "the loopback"
-    else:
-        over = f"an emulated link of {options.link} (--link none: without)"
-    return f"Training a GPT of {num_parameters:,} parameters on {options.ranks} ranks, over {over}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
+    options.results.unlink(missing_ok=True)
     exit_on_signals()
-    print(headline(options), flush=True)
+    over = str(options.link or "the loopback")
+    print(f"Training a small GPT on {options.ranks} ranks, over {over}", flush=True)
     load = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     try:
-        run_ranks(train.work, options.ranks, options)
+        run_ranks(work, options.ranks, options)
     except ProcessException as error:
         print(f"demo: training failed: {error}", file=sys.stderr)
         return 1
-    records = [json.loads((options.out / f"{hook}.json").read_text()) for hook in options.hooks]
+    records = read(options.results)
     why = f"the load was {load:.1f} per core before it began" if load > MAX_LOAD else ""
     if options.hooks[0] == "none":  # other hooks' steps may differ: a rank is ahead by turns
         why = why or chart.too_noisy(records[0])
     print("\n" + chart.table(records, why))
-    write_picture(chart.draw, records, options.out / "demo.png")
+    write_picture(partial(chart.draw, over=over), records, options.out / "demo.png")
     return 0
 
 

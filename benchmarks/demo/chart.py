@@ -4,20 +4,19 @@ import math
 import statistics
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 from benchmarks.pictures import COLORS, label_decades, picture
+from benchmarks.records import Row
 
-Record = dict[str, Any]  # what train.py writes
 MAX_SPREAD = 0.2  # of the times of the first record's steps: more is larger than a hook's gain may be
 
 
-def target_loss(records: list[Record]) -> float:
+def target_loss(records: list[Row]) -> float:
     """Return a validation loss that every run has reached."""
     return max(min(loss for _, loss in record["validation_losses"]) for record in records)
 
 
-def seconds_to(target: float, record: Record) -> float:
+def seconds_to(target: float, record: Row) -> float:
     """Return the seconds of training until a validation loss, between two validations; NaN if never."""
     ended_at = [0.0, *accumulate(record["step_s"])]
     for (start, before), (end, after) in pairwise(record["validation_losses"]):
@@ -27,14 +26,14 @@ def seconds_to(target: float, record: Record) -> float:
     return math.nan
 
 
-def too_noisy(record: Record) -> str:
+def too_noisy(record: Row) -> str:
     """Return why a run's times can't be compared with others'; "" if they can."""
     fast, *_, slow = statistics.quantiles(record["step_s"][len(record["step_s"]) // 2 :], n=5)
     text = f"of the steps of {record['hook']} a fifth took under {fast * 1e3:.0f} ms, a fifth over"
     return f"{text} {slow * 1e3:.0f}" if slow > (1 + MAX_SPREAD) * fast else ""
 
 
-def table(records: list[Record], why_busy: str) -> str:
+def table(records: list[Row], why_busy: str) -> str:
     """Format one line per hook. Rates and gains refer to the first record. why_busy: it has no times then."""
     target, first = target_loss(records), records[0]
     first_s = seconds_to(target, first)
@@ -55,10 +54,10 @@ def table(records: list[Record], why_busy: str) -> str:
     return "\n".join(lines + (advice if why_busy else []))
 
 
-def draw(records: list[Record], path: Path) -> None:
+def draw(records: list[Row], path: Path, over: str) -> None:
     """Write a PNG of each hook's validation loss by seconds, and by MB of all-reduces; legible on a phone.
 
-    Raises ImportError without matplotlib.
+    over: the link. Raises ImportError without matplotlib.
     """
     with picture(path, 2) as [by_time, by_bytes]:
         for index, record in enumerate(records):
@@ -67,8 +66,7 @@ def draw(records: list[Record], path: Path) -> None:
                 so_far = list(accumulate(record[of_steps]))
                 x = [so_far[step - 1] / unit for step in steps]
                 axes.plot(x, losses, color=COLORS[index % len(COLORS)], linewidth=2, label=record["hook"])
-        link = records[0]["options"]["link"] or "the loopback"
-        by_time.set_title(f"a small GPT over {link}", loc="left", fontsize="medium")
+        by_time.set_title(f"a small GPT over {over}", loc="left", fontsize="medium")
         by_time.set(xlabel="seconds of training", ylabel="validation loss")
         by_time.legend(frameon=False)
         by_bytes.set(xscale="log", xlabel="MB handed to all-reduces", ylabel="validation loss")

@@ -2,14 +2,14 @@
 
     python -m benchmarks.network --links 200,1000 --models mlp --hosts 2
 
-For every number of hosts, link and model it times steps with each hook, gradcomp's and torch's, on torch's
-DistributedDataParallel, on gradcomp's, and on FSDP2, and then trains to a validation loss with some of them.
-With --delay-ms the links also have a delay.
+For every number of hosts, link and model it times steps with each way to average gradients. With --delay-ms
+the links also have a delay.
 It needs Linux, and root or user namespaces. Nothing stays behind, whatever ends it. Every row is written
 to --out at once; tables and a picture follow. --report only draws tables and pictures of earlier rows.
 """
 
 import argparse
+import itertools
 import json
 import select
 import signal
@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import sharding
-from benchmarks.accuracy.local_steps import LocalOptions
 from benchmarks.environment import describe
 from benchmarks.network import report
 from benchmarks.network.hosts import DelayedNetwork, Network, NoPrivilegeError, isolated
@@ -33,25 +31,11 @@ from benchmarks.network.workloads import WORKLOADS
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals
 from benchmarks.records import append, read
+from benchmarks.training.averaging import ALONE, check_name
 from gradcomp.command_line import positive_int
-from gradcomp.hooks.auto_hook import CANDIDATES
-from gradcomp.hooks.named_hooks import NamedHook
 
-TORCHS = ("fp16", "bf16", "int8", "powersgd:4")
-# Beginnings of hooks' names: whose a hook is, and the wrapper on which it is timed.
-PLACES = {
-    "torch:": ("torch", "torch"),
-    "wrapped:": ("gradcomp", "gradcomp"),
-    "local:": ("gradcomp", "local steps"),
-    "fsdp2:": ("gradcomp", "fsdp2"),
-}
-# What is timed by default. local:20 averages once in 20 local steps; for fsdp2: see benchmarks/sharding.py.
 HOOKS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8", "torch:fp16")
-HOOKS += ("wrapped:none", "wrapped:int4", "local:20", "local:20:int4", "fsdp2:fp32:fp32", "fsdp2:int8:int4")
-# Of these, what is trained to a validation loss, too: whose, hook, wrapper.
-TO_LOSS = (*(("gradcomp", hook, "torch") for hook in (*CANDIDATES, "auto")), ("torch", "fp16", "torch"))
-START_ITER = 10  # PowerSGD's plain steps on the way to a loss
-MAX_STEPS = 600
+HOOKS += ("local:20", "local:20:int4", "fsdp2:fp32:fp32", "fsdp2:int8:int4")
 SPARE_S = 60  # for what a job does besides its steps
 TRIAL_S = 300  # of auto_hook, at most
 
@@ -59,10 +43,10 @@ Job = dict[str, Any]
 
 
 class Link(NamedTuple):
-    """A link's rate, None without a throttle, and its one-way delay, None without a router."""
+    """A link's rate, and its one-way delay, None without a router."""
 
-    mbit_per_s: int | None = None
-    delay_ms: float | None = None
+    mbit_per_s: int
+    delay_ms: float | None
 
 
 def numbers(text: str) -> list[int]:
@@ -86,32 +70,22 @@ def _parser() -> argparse.ArgumentParser:
         "too, pass through a router process, checked up to 1,000 Mbit/s (default: no router and no delay)"
     )
     parser.add_argument("--delay-ms", type=delays, metavar="DELAYS", help=text)
-    text = "numbers of hosts; 1 is without a network (default 2,1,4)"
-    parser.add_argument("--hosts", type=numbers, default=[2, 1, 4], help=text)
+    parser.add_argument("--hosts", type=numbers, default=[2, 4], help="numbers of hosts (default 2,4)")
     text = "numbers of ranks on each host, comma-separated (default 1)"
     parser.add_argument("--ranks-per-host", type=numbers, default=[1], help=text)
     text = f"comma-separated, of {', '.join(WORKLOADS)} (default %(default)s)"
     parser.add_argument("--models", default="mlp,gpt", help=text)
     text = (
-        "hooks, on torch's wrapper, comma-separated: noop, auto (timed after its choice) and all names in "
-        "docs/accuracy.md, with :flat at the end to average flat on hosts of several ranks; torch:fp16 is "
-        "torch's own, wrapped:int4 on gradcomp's wrapper, local:20:int4:delay=5 by local steps, "
-        "fsdp2:int8:int4 FSDP2 with weights in int8 and gradients in int4 (default %(default)s)"
+        "hooks, comma-separated: noop, auto (timed after its choice) and all names in docs/accuracy.md, with "
+        ":flat at the end to average flat on hosts of several ranks; torch:fp16 is torch's own, "
+        "local:20:int4:delay=5 by local steps, fsdp2:int8:int4 FSDP2 with weights in int8 and gradients in "
+        "int4 (default %(default)s)"
     )
     parser.add_argument("--only", default=",".join(HOOKS), metavar="HOOKS", help=text)
     text = "passes over all hooks; tables have medians and ranges over them (default %(default)s)"
     parser.add_argument("--runs", type=positive_int, default=1, metavar="N", help=text)
     text = "time for the steps of a hook, at least five steps (default %(default)s)"
     parser.add_argument("--seconds", type=float, default=2.0, help=text)
-    text = (
-        "links on which to train to a loss with two hosts, in Mbit/s; 0 for none (default 200, "
-        "with --delay-ms none)"
-    )
-    parser.add_argument("--loss-links", help=text)
-    text = "the number of seeds, of weights and batches, to train to a loss with (default %(default)s)"
-    parser.add_argument("--loss-seeds", type=positive_int, default=1, help=text)
-    text = "the longest time to a loss, per hook (default %(default)s)"
-    parser.add_argument("--loss-seconds", type=float, default=150.0, help=text)
     text = "minutes after which nothing more is started (default %(default)s)"
     parser.add_argument("--minutes", type=float, default=45.0, help=text)
     text = "folder of rows, tables and picture (default %(default)s)"
@@ -132,49 +106,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.only = options.only.split(",")
     for hook in options.only:
         try:
-            made_by, name, wrapper = placed(hook)
-            if made_by == "torch" and name not in TORCHS:
-                raise ValueError(f"torch has no hook {name!r}; known are {', '.join(TORCHS)}")
-            if wrapper == "local steps":
-                LocalOptions.named(name)
-            elif wrapper == "fsdp2":
-                sharding.parse(name)
-            elif made_by == "gradcomp" and name not in ("noop", "auto"):
-                NamedHook.named(name.removesuffix(report.FLAT))
+            check_name(hook)
         except ValueError as error:
             parser.error(f"--only: {error}")
-    loss_links = options.loss_links or ("0" if options.delay_ms else "200")
-    options.loss_links = [] if loss_links == "0" else numbers(loss_links)
+        if hook == ALONE:
+            parser.error(f"--only: {hook} sends nothing to time")
     return options
 
 
-def jobs(options: argparse.Namespace, hosts: int, ranks_per_host: int) -> Iterator[tuple[Link, Job]]:
-    """Yield (link, job) for a number of hosts and of ranks on each."""
-    delays = options.delay_ms or [None]
-    links = [Link(*each) for each in product(options.links, delays)] if hosts > 1 else [Link()]
-    for link in links:
-        if hosts > 1:
-            yield link, {"job": "link"}
-        timed = product(options.models, range(options.runs), map(placed, options.only))
-        for model, run, (made_by, hook, wrapper) in timed:
-            names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": wrapper}
-            yield link, {"job": "steps", **names, "seconds": options.seconds, "run": run}
-    if (hosts, ranks_per_host) != (2, 1):
-        return
-    hooks = [hook for hook in map(placed, options.only) if hook in TO_LOSS]
-    trained = product(range(options.loss_seeds), options.loss_links, delays, options.models, hooks)
-    for seed, mbit_per_s, delay_ms, model, (made_by, hook, _) in trained:
-        names = {"model": model, "hooks": made_by, "hook": hook, "wrapper": "torch", "seed": seed}
-        limits = {"seconds": options.loss_seconds, "max_steps": MAX_STEPS}
-        yield Link(mbit_per_s, delay_ms), {"job": "loss", **names, "start_iter": START_ITER, **limits}
-
-
-def placed(hook: str) -> tuple[str, str, str]:
-    """Return whose a hook of --only is, its name, and the wrapper on which it is timed."""
-    for prefix, (made_by, wrapper) in PLACES.items():
-        if hook.startswith(prefix):
-            return made_by, hook.removeprefix(prefix), wrapper
-    return "gradcomp", hook, "torch"
+def jobs(options: argparse.Namespace) -> Iterator[tuple[Link, Job]]:
+    """Yield (link, job) for every link."""
+    for link in itertools.starmap(Link, product(options.links, options.delay_ms or [None])):
+        yield link, {"job": "link"}
+        for model, run, hook in product(options.models, range(options.runs), options.only):
+            job = {"job": "steps", "model": model, **report.placed(hook), "run": run}
+            yield link, {**job, "seconds": options.seconds}
 
 
 class RankFailedError(Exception):
@@ -262,56 +208,38 @@ def measure(options: argparse.Namespace, rows: Path) -> list[str]:
     """
     environment = describe(torch.device("cpu"))
     deadline = time.monotonic() + 60 * options.minutes
-    todo = {places: list(jobs(options, *places)) for places in product(options.hosts, options.ranks_per_host)}
-    count, number, late = sum(map(len, todo.values())), 0, []
-    for (hosts, ranks_per_host), found in todo.items():
-        is_delayed = hosts > 1 and options.delay_ms is not None
-        kind = DelayedNetwork if is_delayed else Network
+    kind = Network if options.delay_ms is None else DelayedNetwork
+    todo, all_places = list(jobs(options)), list(product(options.hosts, options.ranks_per_host))
+    count, number, late = len(todo) * len(all_places), 0, []
+    for hosts, ranks_per_host in all_places:
         with kind(hosts) as network, tempfile.TemporaryDirectory() as folder:
             ranks = Ranks(network, ranks_per_host, Path(folder))
             failed: list[Job] = []
             delay_ms: float | None = None
-            for link, job in found:
+            for link, job in todo:
                 number += 1
-                places = {"hosts": hosts, "ranks_per_host": ranks_per_host}
-                label = report.label({**places, **link._asdict(), **job})
+                row = {"hosts": hosts, "ranks_per_host": ranks_per_host, **link._asdict(), **job}
+                label = report.label(row)
                 if time.monotonic() > deadline:
                     late.append(label)
                     continue
-                same = {**job, "run": 0} if job["job"] == "steps" else job
+                same = {**job, "run": 0}
                 if same in failed:
                     continue
                 if link.delay_ms != delay_ms:
                     ranks.end()  # a process group measures its delay once
                 delay_ms = link.delay_ms
-                if link.mbit_per_s is not None:
-                    network.throttle(*(each for each in link if each is not None))
+                network.throttle(*link)
                 try:
-                    result = ranks.do(job)
+                    row |= ranks.do(job)
                 except RankFailedError as error:
-                    result = {"failed": str(error)}
+                    row["failed"] = str(error)
                     failed.append(same)
-                if isinstance(network, DelayedNetwork):
-                    result["dropped_packets"] = network.num_dropped()
-                row = {**environment, **places, **link._asdict(), **job, **result}
-                append(rows, [row])
+                row["dropped_packets"] = network.num_dropped()
+                append(rows, [{**environment, **row}])
                 print(f"[{number}/{count}] {label}: {report.summary(row)}", flush=True)
             ranks.end()
     return late
-
-
-def run(options: argparse.Namespace) -> int:
-    """Measure, inside the namespaces."""
-    path = options.out / "network.jsonl"
-    path.unlink(missing_ok=True)
-    try:
-        late = measure(options, path)
-    except NoPrivilegeError as error:
-        print(f"network: {error}", file=sys.stderr)
-        return 2
-    for label in late:
-        print(f"network: not reached within {options.minutes:g} minutes: {label}")
-    return 0
 
 
 def show(path: Path, options: argparse.Namespace) -> None:
@@ -320,31 +248,40 @@ def show(path: Path, options: argparse.Namespace) -> None:
     write_picture(report.draw, rows, options.out / "network.png")
 
 
+def run(arguments: list[str], options: argparse.Namespace) -> int:
+    """Measure inside of namespaces, then show the rows. Raises NoPrivilegeError."""
+    path = options.out / "network.jsonl"
+    if options.inside:
+        path.unlink(missing_ok=True)
+        for label in measure(options, path):
+            print(f"network: not reached within {options.minutes:g} minutes: {label}")
+        return 0
+    command = isolated([sys.executable, "-m", "benchmarks.network", *arguments, "--inside"])
+    # A session of its own: Ctrl-C comes to this process, which kills everything below.
+    child = subprocess.Popen(command, start_new_session=True)
+    try:
+        status = child.wait()
+    finally:
+        child.kill()
+        child.wait()
+    if status == 0:
+        show(path, options)
+    return status
+
+
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     exit_on_signals()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.inside:
-        return run(options)
-    status, rows = 0, options.report
-    if rows is None:
-        try:
-            command = isolated([sys.executable, "-m", "benchmarks.network", *arguments, "--inside"])
-        except NoPrivilegeError as error:
-            print(f"network: {error}", file=sys.stderr)
-            return 2
-        # A session of its own: Ctrl-C comes to this process, which kills everything below.
-        child = subprocess.Popen(command, start_new_session=True)
-        try:
-            status = child.wait()
-        finally:
-            child.kill()
-            child.wait()
-        rows = options.out / "network.jsonl"
-    if status == 0:
-        show(rows, options)
-    return status
+    if options.report is not None:
+        show(options.report, options)
+        return 0
+    try:
+        return run(arguments, options)
+    except NoPrivilegeError as error:
+        print(f"network: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

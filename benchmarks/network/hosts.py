@@ -106,8 +106,8 @@ class Host(Namespace):
 
     def throttle(self, mbit_per_s: float) -> None:
         """Limit what the host sends, and what it receives, to this rate each."""
-        burst = str(burst_bytes(mbit_per_s))
-        rate = ("rate", f"{mbit_per_s}mbit", "burst", burst, "latency", f"{QUEUE_MS}ms")
+        burst = max(MIN_BURST_BYTES, round(mbit_per_s * 125_000 * BURST_S))
+        rate = ("rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", f"{QUEUE_MS}ms")
         self.run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate)
         run("tc", "qdisc", "replace", "dev", self.port, "root", "tbf", *rate)
 
@@ -125,9 +125,12 @@ class Network(AbstractContextManager):
             host.end()
         run("ip", "link", "del", "switch")
 
-    def throttle(self, mbit_per_s: float) -> None:
+    def throttle(self, mbit_per_s: float, delay_ms: None) -> None:
         for host in self.hosts:
             host.throttle(mbit_per_s)
+
+    def num_dropped(self) -> int:
+        return 0  # tbf drops packets to throttle
 
 
 class DelayedNetwork(AbstractContextManager):
@@ -187,11 +190,6 @@ def eth0_counter(column: int, process: int | str = "self") -> int:
         if name.strip() == "eth0":
             return int(counters.split()[column])
     raise RuntimeError("this host has no eth0")
-
-
-def burst_bytes(mbit_per_s: float) -> int:
-    """Return how much a link of this rate sends at once after a pause."""
-    return max(MIN_BURST_BYTES, round(mbit_per_s * 125_000 * BURST_S))
 
 
 def run(*command: str) -> None:

@@ -1,4 +1,4 @@
-"""What the rows of a run say: tables, and a picture of time per step against delay or bandwidth."""
+"""What the rows of a run say: tables, and a picture of time per step against the delay."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,18 +7,37 @@ from typing import Any
 
 from benchmarks.pictures import COLORS, label_decades, picture
 from benchmarks.records import Row
+from benchmarks.training.averaging import FLAT, LOCAL, SHARDED
 
-Link = tuple[int, float | None]  # Mbit/s, 0 for no network, and one-way ms, None without a router
+Link = tuple[int, float | None]  # Mbit/s, and one-way ms, None without a router
 
 # The hooks in pictures and in README, in words.
 DRAWN = {"none": "no hook", "bf16": "16 bits", "int8": "8 bits", "int4": "4 bits"}
 DRAWN |= {f"powersgd:{rank}:int8": f"PowerSGD, rank {rank}, 8-bit factors" for rank in (16, 8)}
 DRAWN |= {"auto": "auto_hook", "noop": "no communication"}
 MODELS = {"mlp": "perceptron of 1.9 million parameters", "gpt": "GPT of 0.9 million parameters"}
-# By wrapper.
-ON = {"torch": "", "gradcomp": " on gradcomp's wrapper", "fsdp2": " on FSDP2", "local steps": " local steps"}
+# By the beginning of a hook's name: whose a hook is, and what averages with it.
+PLACES = {
+    "torch:": ("torch", "torch"),
+    LOCAL: ("gradcomp", "local steps"),
+    SHARDED: ("gradcomp", "fsdp2"),
+    "": ("gradcomp", "torch"),
+}
+ON = {"torch": "", "fsdp2": " on FSDP2", "local steps": " local steps"}  # by wrapper
 PLAIN = {"fsdp2": "fp32:fp32"}  # by wrapper, the steps that others are compared with; else none on torch's
-FLAT = ":flat"  # the end of the names of hooks that don't average hierarchically
+
+
+def placed(hook: str) -> Row:
+    """Return the fields of a hook in a row: whose it is, its name there, and what averages with it."""
+    start = next(start for start in PLACES if hook.startswith(start))
+    hooks, wrapper = PLACES[start]
+    return {"hooks": hooks, "hook": hook.removeprefix(start), "wrapper": wrapper}
+
+
+def name_of(row: Row) -> str:
+    """Return the name of a row's hook; see training/averaging.py."""
+    (start,) = (start for start, place in PLACES.items() if place == (row["hooks"], row["wrapper"]))
+    return f"{start}{row['hook']}"
 
 
 def label(row: Row) -> str:
@@ -26,18 +45,15 @@ def label(row: Row) -> str:
     parts = [places(row), link_title(_link(row))]
     if row["job"] != "link":
         parts += [row["model"], name(row)]
-    if "seed" in row:
-        parts.append(f"seed {row['seed']}")
-    if row["job"] == "steps" and row.get("run"):
+    if row.get("run"):
         parts.append(f"run {row['run'] + 1}")
     return ", ".join([*parts, row["job"]])
 
 
 def places(row: Row) -> str:
     """Name the hosts, and the ranks on each if there are several."""
-    hosts = f"{row['hosts']} hosts" if row["hosts"] > 1 else "1 host"
     ranks = row.get("ranks_per_host", 1)
-    return hosts if ranks == 1 else f"{hosts} of {ranks} ranks"
+    return f"{row['hosts']} hosts" + (f" of {ranks} ranks" if ranks > 1 else "")
 
 
 def name(row: Row) -> str:
@@ -61,11 +77,8 @@ def _result(row: Row) -> str:
             f"exchange of 8 B {row['exchange_seconds'] * 1e3:.2f} ms, all-reduce of {many:,} B "
             f"{of_many * 1e3:.1f} ms, of {few:,} B {of_few * 1e3:.2f} ms"
         )
-    if row["job"] == "steps":
-        chose = f", chose {row['choice']}" if "choice" in row else ""
-        return f"{row['step_ms']:.1f} ms/step ({row['p20_ms']:.1f}-{row['p80_ms']:.1f}){chose}"
-    reached = "reached" if row["reached"] else "NOT reached"
-    return f"{reached} {row['target_loss']} in {row['seconds']:.1f} s, {row['num_steps']} steps"
+    chose = f", chose {row['choice']}" if "choice" in row else ""
+    return f"{row['step_ms']:.1f} ms/step ({row['p20_ms']:.1f}-{row['p80_ms']:.1f}){chose}"
 
 
 def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
@@ -74,26 +87,22 @@ def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Format ms per step, a table per number of hosts and model, and the times to a loss, as Markdown."""
-    stepped, trained = of(rows, job="steps"), of(rows, job="loss")
+    """Format ms per step, a table per number of hosts and model, as Markdown."""
+    stepped = of(rows, job="steps")
     found = [
         _step_table([row for row in stepped if (places(row), row["model"]) == (hosts, model)])
         for hosts, model in dict.fromkeys((places(row), row["model"]) for row in stepped)
-    ] + [
-        _loss_table([row for row in of(trained, model=model) if _link(row) == link])
-        for model, link in dict.fromkeys((row["model"], _link(row)) for row in trained)
     ]
     return "\n\n".join("\n".join(lines) for lines in found)
 
 
 def _link(row: Row) -> Link:
-    return row["mbit_per_s"] or 0, row.get("delay_ms")
+    return row["mbit_per_s"], row.get("delay_ms")
 
 
 def link_title(link: Link) -> str:
     mbit_per_s, delay_ms = link
-    delay = "" if delay_ms is None else f", {delay_ms:g} ms"
-    return f"{mbit_per_s:,} Mbit/s{delay}" if mbit_per_s else "no network"
+    return f"{mbit_per_s:,} Mbit/s" + ("" if delay_ms is None else f", {delay_ms:g} ms")
 
 
 def _step_table(rows: Sequence[Row]) -> list[str]:
@@ -131,36 +140,6 @@ def differences(rows: Sequence[Row]) -> str:
     return f"The slowest run took {half:.0f} % longer than the fastest (median; at most {worst:.0f} %)"
 
 
-def _loss_table(rows: Sequence[Row]) -> list[str]:
-    """Format the times to a validation loss of a model on a link: a line per hook, medians over seeds."""
-    target = next((row["target_loss"] for row in rows if "failed" not in row), None)
-    link = link_title(_link(rows[0]))
-    lines = [f"{rows[0]['model']}, 2 hosts, {link}: training to a validation loss of {target}", ""]
-    lines += ["| | steps | seconds | times as fast |", "|---|---|---|---|"]
-    baselines = {row.get("seed"): row["seconds"] for row in of(rows, hook="none", reached=True)}
-    for hook in dict.fromkeys(map(name, rows)):
-        of_hook = [row for row in rows if name(row) == hook]
-        failed = [failure(row) for row in of_hook if "failed" in row]
-        if failed:
-            cells = ["", failed[0], ""]
-        else:
-            late = "" if all(row["reached"] for row in of_hook) else " (not reached)"
-            faster = [baselines.get(row.get("seed"), 0) / row["seconds"] for row in of_hook]
-            cells = [
-                _spread([row["num_steps"] for row in of_hook], "g") + late,
-                _spread([row["seconds"] for row in of_hook], ".1f"),
-                "" if late or not all(faster) else _spread(faster, ".1f", "×"),
-            ]
-        lines.append(f"| {hook} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def _spread(values: Sequence[float], form: str, unit: str = "") -> str:
-    """Format the median of values from several seeds or runs, and their range."""
-    low, middle, high = (f"{each:{form}}" for each in (min(values), statistics.median(values), max(values)))
-    return middle + unit + (f" ({low} to {high})" if low != high else "")
-
-
 def cell(found: Sequence[Row], beside: Sequence[Row]) -> str:
     """Format one hook's median time on a link: how many times as fast as the plain step, and ms."""
     if not found:
@@ -191,21 +170,22 @@ def failure(row: Row) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG of ms per step on two hosts, a line per hook, of medians over runs.
+    """Write a PNG of ms per step on two hosts against the delay, a line per hook, of medians over runs.
 
-    There is a panel for each model, number of ranks per host and, where delays were measured, bandwidth; time
-    is shown against the delay then, and else against bandwidth.
+    There is a panel for each model, number of ranks per host and bandwidth.
 
     Raises ImportError without matplotlib, ValueError if there is no panel with two points.
     """
     panels: dict[str, dict[str, dict[float, list[Row]]]] = {}
     for row in of(rows, job="steps", hosts=2, wrapper="torch", hooks="gradcomp"):
-        if "failed" not in row and row["hook"].removesuffix(FLAT) in DRAWN:
-            lines = panels.setdefault(_panel(row), {})
-            lines.setdefault(row["hook"], {}).setdefault(_x(row), []).append(row)
-    panels = {title: lines for title, lines in panels.items() if len(_xs(lines)) > 1}
+        has_delay = row.get("delay_ms") is not None
+        if has_delay and "failed" not in row and row["hook"].removesuffix(FLAT) in DRAWN:
+            title = f"{MODELS[row['model']]},\n{places(row)}, {row['mbit_per_s']:,} Mbit/s"
+            by_delay = panels.setdefault(title, {}).setdefault(row["hook"], {})
+            by_delay.setdefault(row["delay_ms"], []).append(row)
+    panels = {title: lines for title, lines in panels.items() if len(_delays(lines)) > 1}
     if not panels:
-        raise ValueError("it needs two links between two hosts")
+        raise ValueError("it needs links with two delays between two hosts")
     with picture(path, len(panels)) as all_axes:
         for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
             _draw_panel(axes, title, lines)
@@ -216,29 +196,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def _draw_panel(axes: Any, title: str, lines: dict[str, dict[float, list[Row]]]) -> None:
     colors = {**dict(zip(DRAWN, COLORS, strict=False)), "noop": COLORS[-1]}
     for hook in sorted(lines, key=lambda each: [*DRAWN].index(each.removesuffix(FLAT))):
-        xs, times = zip(*((x, median_ms(runs)) for x, runs in sorted(lines[hook].items())), strict=True)
+        delays, times = zip(*((x, median_ms(runs)) for x, runs in sorted(lines[hook].items())), strict=True)
         style = ":" if hook == "noop" else "--" if hook.endswith(FLAT) or hook == "auto" else "-"
         plain = hook.removesuffix(FLAT)
         label = DRAWN[plain] + hook.removeprefix(plain)
-        axes.plot(xs, times, style, marker="o", markersize=4, color=colors[plain], label=label)
+        axes.plot(delays, times, style, marker="o", markersize=4, color=colors[plain], label=label)
     axes.set(yscale="log", ylabel="ms per step", xlabel="one-way delay, ms")
-    axes.set_xticks([x for x in _xs(lines) if not 0 < x < max(_xs(lines)) / 10])  # their labels would touch
+    delays = _delays(lines)
+    axes.set_xticks([x for x in delays if not 0 < x < max(delays) / 10])  # their labels would touch
     label_decades(axes.yaxis)
-    if "Mbit/s" not in title:
-        axes.set(xscale="log", xlabel="Mbit/s")
-        label_decades(axes.xaxis)
     axes.set_title(title, loc="left", fontsize="medium")
     axes.grid(which="major", alpha=0.3)
 
 
-def _xs(lines: dict[str, dict[float, list[Row]]]) -> list[float]:
-    return sorted({x for line in lines.values() for x in line})
-
-
-def _x(row: Row) -> float:
-    return float(row["mbit_per_s"] if row.get("delay_ms") is None else row["delay_ms"])
-
-
-def _panel(row: Row) -> str:
-    link = "" if row.get("delay_ms") is None else f", {row['mbit_per_s']:,} Mbit/s"
-    return f"{MODELS.get(row['model'], row['model'])},\n{places(row)}{link}"
+def _delays(lines: dict[str, dict[float, list[Row]]]) -> list[float]:
+    return sorted({delay for line in lines.values() for delay in line})

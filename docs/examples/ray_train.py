@@ -1,4 +1,4 @@
-"""Train with Ray Train on two CPU workers, gradients in 4 bits; a second run resumes from the checkpoint.
+"""Train with Ray Train on two CPU workers, gradients in 4 bits, twice: the second training resumes the first.
 
 python docs/examples/ray_train.py folder
 """
@@ -76,5 +76,5 @@ def fit(folder, name, checkpoint=None):
 
 
 if __name__ == "__main__":
-    first = fit(sys.argv[1], "first")
-    fit(sys.argv[1], "second", checkpoint=first)
+    folder = str(Path(sys.argv[1]).absolute())  # Ray takes a relative one for an address
+    fit(folder, "second", checkpoint=fit(folder, "first"))

@@ -15,17 +15,19 @@ pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp
 
 from benchmarks.accuracy import comparison
 from benchmarks.accuracy.__main__ import parse
-from benchmarks.accuracy.local_steps import LocalOptions
-from benchmarks.accuracy.runs import options_of, parse_run_name
-from benchmarks.accuracy.tasks import TASKS, loss_and_accuracy
-from benchmarks.demo import corpus
 from benchmarks.records import append, read
+from benchmarks.training import corpus
+from benchmarks.training.averaging import LocalOptions
+from benchmarks.training.options import split_rate
+from benchmarks.training.runs import options_of
+from benchmarks.training.tasks import TASKS, accuracy_of, loss_of
 from gradcomp.comm.consistency import MESSAGE_BYTES
 from tests.programs import ROOT, refusal, run_python
 
-TINY = Namespace(width=16, layers=1, heads=2, batch=2, sequence=16, steps=20, tokens_per_parameter=1)
+SIZES = {"width": 16, "layers": 1, "heads": 2, "batch": 2, "sequence": 16}
+TINY = Namespace(**SIZES, steps=20, tokens_per_parameter=1, learning_rate=3e-3)
 
-TINY_OPTIONS = ["--width=16", "--layers=1", "--heads=2", "--batch=2", "--sequence=16"]
+TINY_OPTIONS = [f"--{name}={size}" for name, size in SIZES.items()]
 
 
 def run_accuracy(*arguments: str) -> subprocess.CompletedProcess:
@@ -35,7 +37,7 @@ def run_accuracy(*arguments: str) -> subprocess.CompletedProcess:
 
 
 LOCAL = ("local:5", "local:10:int4", "local:10:int4:delay=5")
-OTHER_LOCAL = ("local:10:int4:fragments=5:outer=0.7/0.9", "local:2:to=5")
+OTHER_LOCAL = ("local:10:int4:outer=0.7/0.9", "local:2:to=5")
 SHARDED = ("fsdp2:fp32:fp32", "fsdp2:bf16:fp32", "fsdp2:int8:16bit", "fsdp2:int8:int4")
 HOOKS = ("int8", "int4", "int4:64", "powersgd:1:bf16", "powersgd:1:int8:start4")
 EVERY_SORT = ("none", "alone", "none:lr=0.01", *LOCAL, *OTHER_LOCAL, *SHARDED, *HOOKS)
@@ -194,19 +196,18 @@ def test_too_little_text_is_an_error(numbered_text):
 
 
 def test_names_of_runs():
-    assert parse_run_name("powersgd:8:int8:lr=0.02") == ("powersgd:8:int8", None, 0.02)
-    assert parse_run_name("local:20") == ("none", LocalOptions(20), None)
-    every_setting = LocalOptions(20, "powersgd:8:int8", delay=1, fragments=5, to=40, outer=(0.7, 0.9))
-    name = "local:20:powersgd:8:int8:fragments=5:delay=1:to=40:outer=0.7/0.9:lr=1e-3"
-    assert parse_run_name(name) == ("powersgd:8:int8", every_setting, 1e-3)
+    assert split_rate("powersgd:8:int8:lr=0.02") == ("powersgd:8:int8", 0.02)
+    assert LocalOptions.named("local:20") == LocalOptions(20)
+    every_setting = LocalOptions(20, "powersgd:8:int8", delay=1, to=40, outer=(0.7, 0.9))
+    assert LocalOptions.named("local:20:powersgd:8:int8:delay=1:to=40:outer=0.7/0.9") == every_setting
 
 
 def test_loss_and_accuracy_of_known_logits():
     logits = torch.tensor([[[0.0, 0.0], [2.0, 0.0]]])  # batch × sequence × classes, as the GPT's
-    loss, accuracy = loss_and_accuracy(torch.nn.Identity(), (logits, torch.tensor([[0, 1]])))
+    classes = torch.tensor([[0, 1]])
     # -log(1/2), and -log(1 / (1 + e²))
-    assert loss.item() == pytest.approx((0.693147 + 2.126928) / 2, rel=1e-5)
-    assert accuracy.item() == 0.5
+    assert loss_of(logits, classes).item() == pytest.approx((0.693147 + 2.126928) / 2, rel=1e-5)
+    assert accuracy_of(logits, classes).item() == 0.5
 
 
 def row(hook: str, seed: int, loss: float, num_bytes: int) -> dict:
@@ -288,11 +289,11 @@ def test_the_costs_of_local_steps_are_of_the_recorded_runs():
             ["--hook", "fp8"],
             "--hook: there is no hook 'fp8'; known are none, allreduce, bf16, fp16, int8, int4, ",
         ),
-        (["--hook", "local"], "local: '' is not a number of local steps"),
+        (["--hook", "local:"], "local: '' is not a number of local steps"),
         (["--hook", "local:0"], "local: '0' is not a number of local steps"),
-        (["--hook", "local:5:int3"], "local: there is no hook 'int3'"),
-        (["--hook", "local:5:speed=3"], "local: there is no setting 'speed'; known are delay, fragments"),
-        (["--hook", "local:5:outer=x"], "local: could not convert string to float: 'x'"),
+        (["--hook", "local:5:int3"], "there is no hook 'int3'"),
+        (["--hook", "local:5:speed=3"], "local: there is no setting 'speed'; known are delay, to, outer"),
+        (["--hook", "local:5:outer=x"], "could not convert string to float: 'x'"),
         (["--hook", "none:lr=fast"], "could not convert string to float: 'fast'"),
         (["--hook", "fp16:2"], "there is no hook 'fp16:2'"),
         (["--hook", "powersgd:2:int8:start2"], "there is no hook 'powersgd:2:int8:start2'"),

@@ -4,10 +4,7 @@ import os
 import select
 from dataclasses import dataclass
 
-import numpy
-import pytest
 import torch
-import triton
 
 from benchmarks import __main__ as bench
 from benchmarks import gpu_check
@@ -42,19 +39,6 @@ def test_without_a_gpu_nothing_is_run(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([]) == 2
     assert "no CUDA GPU is available" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("triton_version", "numpy_version", "runs"),
-    [("3.6.0", "2.4.1", False), ("3.6.0", "2.3.5", True), ("3.7.1", "2.4.1", True), ("3.10.0", "2.10", True)],
-)
-def test_an_interpreter_that_needs_an_older_numpy_is_named(triton_version, numpy_version, runs, monkeypatch):
-    monkeypatch.setattr(triton, "__version__", triton_version)
-    monkeypatch.setattr(numpy, "__version__", numpy_version)
-    expected = (
-        None if runs else f"Triton 3.6's interpreter needs numpy below 2.4, and this is {numpy_version}"
-    )
-    assert gpu_check.missing("cpu") == expected
 
 
 def test_the_parts_end_within_eight_minutes():

@@ -9,13 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.network import __main__ as network
 from benchmarks.network import hosts, report
 from benchmarks.network.router import Timetable
-from benchmarks.network.workloads import WORKLOADS
 from benchmarks.records import read
 from tests.depth import everyday
 from tests.programs import ROOT, descendants, is_running, refusal, run_module, users_environment
@@ -33,35 +30,31 @@ def allowed():
 
 
 def command(out: Path, *arguments: str) -> list[str]:
-    short = ["--models", "mlp", "--links", "400", "--hosts", "2", "--loss-links", "0", "--seconds", "0"]
+    short = ["--models", "mlp", "--links", "400", "--hosts", "2", "--seconds", "0"]
     return ["benchmarks.network", *short, "--out", str(out), *arguments]
 
 
 @pytest.mark.usefixtures("allowed")
 def test_steps_over_a_throttled_link(tmp_path):
-    ours = ("none", "powersgd:8:int8")
-    hooks = [*ours, *(f"wrapped:{hook}" for hook in ours), "torch:bf16"]
+    hooks = ["none", "powersgd:8:int8", "torch:fp16"]
     hooks += [f"fsdp2:{name}" for name in ("fp32:fp32", "bf16:fp32", "bf16:bf16")]
     done = run_module(*command(tmp_path, "--only", ",".join(hooks)), timeout_s=200)
     assert done.returncode == 0, done.stdout
     rows = read(tmp_path / "network.jsonl")
-    found = {(row["hooks"], row["hook"], row["wrapper"]): row for row in report.of(rows, job="steps")}
-    for wrapper in ("torch", "gradcomp"):
-        none, powersgd = (found["gradcomp", hook, wrapper] for hook in ("none", "powersgd:8:int8"))
-        # The network counts the bytes that torch was given, plus TCP's headers.
-        assert none["all_reduce_bytes"] == pytest.approx(MLP_BYTES, rel=0.001)
-        assert MLP_BYTES < none["sent_bytes_per_step"] < 1.1 * MLP_BYTES
-        assert powersgd["sent_bytes_per_step"] < MLP_BYTES / 40
-        # A fast machine can't send faster than the link; how slow a busy one is doesn't matter.
-        assert none["step_ms"] > 0.9 * MLP_BYTES * 8 / 400e6 * 1e3
+    found = {report.name_of(row): row for row in report.of(rows, job="steps")}
+    none, powersgd = found["none"], found["powersgd:8:int8"]
+    # The network counts the bytes that torch was given, plus TCP's headers.
+    assert none["all_reduce_bytes"] == pytest.approx(MLP_BYTES, rel=0.001)
+    assert MLP_BYTES < none["sent_bytes_per_step"] < 1.1 * MLP_BYTES
+    assert powersgd["sent_bytes_per_step"] < MLP_BYTES / 40
+    # A fast machine can't send faster than the link; how slow a busy one is doesn't matter.
+    assert none["step_ms"] > 0.9 * MLP_BYTES * 8 / 400e6 * 1e3
     # FSDP2 gathers parameters twice; gloo's reduce-scatter sends what an all-reduce sends.
     for hook, share in (("fp32:fp32", 2.0), ("bf16:fp32", 1.5), ("bf16:bf16", 1.0)):
-        sent = found["gradcomp", hook, "fsdp2"]["sent_bytes_per_step"]
+        sent = found[f"fsdp2:{hook}"]["sent_bytes_per_step"]
         assert share < sent / MLP_BYTES < 1.1 * share
-    # torch's hook refuses gloo, so its ranks end; the hooks after it are still measured.
-    assert found["torch", "bf16", "torch"]["failed"].startswith("aborts: rank")
-    assert "| torch's bf16 |  | aborts |" in done.stdout
-    assert "No picture: it needs two links between two hosts" in done.stdout
+    assert f"| torch's fp16 | {found['torch:fp16']['sent_bytes_per_step']:,.0f} | " in done.stdout
+    assert "No picture: it needs links with two delays between two hosts" in done.stdout
 
 
 @pytest.mark.usefixtures("allowed")
@@ -171,28 +164,6 @@ def test_full_queues_drop_packets(bytes_per_s, num_packets):
     assert timetable.arrival_s(1, 0, PACKET_BYTES, 0.0) is not None
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_mlp12_has_twelve_buckets():
-    pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp[accuracy]'")
-    workload = WORKLOADS["mlp12"](0, 1)
-    assert sum(parameter.numel() for parameter in workload.net.parameters()) == 3_485_856
-    model = DistributedDataParallel(workload.net, bucket_cap_mb=workload.bucket_cap_mb)
-    sizes = []
-
-    def count(_, bucket):
-        sizes.append(bucket.buffer().numel())
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model.register_comm_hook(None, count)
-    for _ in range(2):  # DDP rebuilds its buckets after the first step
-        sizes.clear()
-        workload.loss(model, workload.draw()).backward()
-    assert len(sizes) == 12
-    assert sizes[1:-1] == [528 * 528] * 10
-
-
 class HostOf:
     """A host that runs this code, whatever it is asked to start."""
 
@@ -239,60 +210,48 @@ def test_missing_rights_are_named(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "resnet"], "--models: there is no 'resnet'; known are mlp, gpt, mlp12"),
+        (["--models", "resnet"], "--models: there is no 'resnet'; known are mlp, gpt"),
         (["--links", "fast"], "'fast' is not a whole number"),
         (["--hosts", "0"], "'0' is not a whole number of at least 1"),
         (["--only", "none,powersgd"], "--only: there is no hook 'powersgd'"),
-        (["--only", "alone"], "--only: there is no hook 'alone'"),
+        (["--only", "alone"], "--only: alone sends nothing to time"),
         (["--only", "fsdp2:int8:int2"], "--only: 'int2' is none of fp32, bf16, 16bit, int8, int4"),
         (["--delay-ms", "5,-1"], "'5,-1' is not from 0 up to 1000 ms"),
         (["--delay-ms", "long"], "argument --delay-ms: invalid delays value: 'long'"),
         (["--runs", "0"], "'0' is not a whole number of at least 1"),
-        (["--only", "torch:int4"], "--only: torch has no hook 'int4'; known are fp16, bf16, int8"),
+        (["--only", "torch:int4"], "--only: there is no hook 'torch:int4'"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, capsys):
     assert message in refusal(capsys, network.main, arguments)
 
 
-def chosen(*arguments):
-    """Return (link, job's kind, hook, wrapper, run) of the jobs on two hosts."""
+def jobs_of(*arguments):
+    """Return (link, job's kind, hook, run) of the jobs."""
     options = network.parse(["--models", "mlp", "--links", "200", *arguments])
     return [
-        (tuple(link), job["job"], job.get("hook"), job.get("wrapper"), job.get("run"))
-        for link, job in network.jobs(options, 2, 1)
+        (tuple(link), job["job"], job["job"] == "steps" and report.name_of(job), job.get("run"))
+        for link, job in network.jobs(options)
     ]
 
 
 def test_passes_over_exactly_the_hooks_that_are_named():
-    found = chosen("--only", "noop,powersgd:8:bf16", "--runs", "2")
-    hooks = [("noop", 0), ("powersgd:8:bf16", 0), ("noop", 1), ("powersgd:8:bf16", 1)]
-    assert found == [
-        ((200, None), "link", None, None, None),
-        *(((200, None), "steps", hook, "torch", run) for hook, run in hooks),
+    names = ["noop", "powersgd:8:bf16", "torch:fp16", "local:20:int8", "fsdp2:int8:int4"]
+    arguments = ["--only", ",".join(names), "--runs", "2", "--delay-ms", "0,2.5"]
+    assert jobs_of(*arguments) == [
+        ((200, delay), *job)
+        for delay in (0.0, 2.5)
+        for job in (("link", False, None), *(("steps", name, run) for run in (0, 1) for name in names))
     ]
 
 
-def test_names_of_other_wrappers():
-    names = "int8,torch:int8,local:20:int8,fsdp2:int8:int4,wrapped:auto"
-    options = network.parse(["--models", "mlp", "--only", names])
-    found = [job for _, job in network.jobs(options, 4, 1) if job["job"] == "steps"]
-    assert [(job["hooks"], job["hook"], job["wrapper"]) for job in found[:5]] == [
-        ("gradcomp", "int8", "torch"),
-        ("torch", "int8", "torch"),
-        ("gradcomp", "20:int8", "local steps"),
-        ("gradcomp", "int8:int4", "fsdp2"),
-        ("gradcomp", "auto", "gradcomp"),
-    ]
-
-
-def test_links_with_delays_are_for_steps_unless_a_loss_is_asked_for():
-    found = chosen("--delay-ms", "0,2.5")
-    assert list(dict.fromkeys(link for link, *_ in found)) == [(200, 0.0), (200, 2.5)]
-    assert {"steps", "link"} == {kind for _, kind, *_ in found}
-    assert {"steps", "link", "loss"} == {kind for _, kind, *_ in chosen()}
-    asked = chosen("--delay-ms", "5", "--loss-links", "50", "--only", "none")
-    assert asked[-1] == ((50, 5.0), "loss", "none", "torch", None)
+def test_rows_say_whose_a_hook_is_and_where_it_is_timed():
+    placed = {name: tuple(report.placed(name).values()) for name in ("int8", "torch:fp16", "local:20:int8")}
+    assert placed == {
+        "int8": ("gradcomp", "int8", "torch"),
+        "torch:fp16": ("torch", "fp16", "torch"),
+        "local:20:int8": ("gradcomp", "20:int8", "local steps"),
+    }
 
 
 def row(hook, **values):
@@ -301,16 +260,10 @@ def row(hook, **values):
 
 
 # tests/docs/test_recorded_times.py compares the tables of recorded rows with pages.
-def test_lines_say_which_training_did_not_end():
-    loss = {"job": "loss", "target_loss": 0.3}
-    rows = [
-        row("none", **loss, reached=True, seconds=100.0, num_steps=80),
-        row("fp16", **loss, reached=False, seconds=150.0, num_steps=600, seed=1),
-        row("int4", **loss, failed="hangs: no answer for 60 s"),
-    ]
-    lines = report.tables(rows).splitlines()
-    assert lines[-2:] == ["| fp16 | 600 (not reached) | 150.0 |  |", "| int4 |  | hangs |  |"]
-    assert report.label(rows[1]) == "2 hosts, 200 Mbit/s, mlp, fp16, seed 1, loss"
+def test_a_hook_that_failed_has_its_failure_in_the_table():
+    failed = row("int4", job="steps", failed="hangs: no answer for 60 s", run=1)
+    assert report.tables([failed]).splitlines()[-1] == "| int4 |  | hangs |"
+    assert report.label(failed) == "2 hosts, 200 Mbit/s, mlp, int4, run 2, steps"
 
 
 def test_tables_have_a_column_for_each_delay_and_medians_over_runs(tmp_path):
@@ -348,11 +301,11 @@ def test_the_line_of_a_link_has_the_smallest_exchange():
     assert report.summary(link) == line
 
 
-def test_a_picture_needs_two_links(tmp_path):
+def test_a_picture_needs_two_delays(tmp_path):
     times = {"job": "steps", "step_ms": 30.0}
-    with pytest.raises(ValueError, match="it needs two links between two hosts"):
-        report.draw([row("none", **times), row("none", **times, hosts=4)], tmp_path / "network.png")
-    report.draw(
-        [row("int4", **times), row("int4:flat", **times | {"mbit_per_s": 50})], tmp_path / "network.png"
-    )
+    rows = [row("int4", **times, delay_ms=0.0), row("int4:flat", **times, delay_ms=25.0)]
+    for few in (rows[:1], [rows[0], rows[1] | {"hosts": 4}], [rows[0], row("none", **times)]):
+        with pytest.raises(ValueError, match="it needs links with two delays between two hosts"):
+            report.draw(few, tmp_path / "network.png")
+    report.draw(rows, tmp_path / "network.png")
     assert (tmp_path / "network.png").stat().st_size > 5_000

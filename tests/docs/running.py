@@ -1,10 +1,15 @@
-"""Run the documented Python, with a process group and without one."""
+"""Run the documented Python, with a process group and without one.
 
-from __future__ import annotations
+A page's blocks run in order, in one namespace, on each of two ranks (gloo). Before a block that begins with
+new models come the names that it takes from its reader's program. After a block every model that averages
+gradients is trained.
+"""
 
 import functools
 import os
+import re
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,10 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 import gradcomp
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from tests.docs.code_blocks import Block
-from tests.docs.preambles import AFTER, BEFORE, FRESH, INSTEAD
+from tests.frameworks.recipes import IN_RECIPES
 
 WIDTH = 64
 STEPS = 4  # DDP arranges its buckets after the first step; states start to compress after some steps
+# Blocks that begin with new models; others go on with the page's.
+STARTS = re.compile(r"(register\w*|Parallel|fully_shard|Reducer|LocalSteps)\(")
 
 
 class Model(nn.Module):
@@ -38,6 +45,105 @@ class Model(nn.Module):
 def new_model() -> Model:
     torch.manual_seed(0)
     return Model()
+
+
+def new_ddp_model() -> DistributedDataParallel:
+    return DistributedDataParallel(new_model())
+
+
+def users_names() -> dict[str, Any]:
+    """Return new values of the names that blocks take from their reader's program."""
+    model, inputs = new_model(), torch.randn(8, WIDTH)
+    return {
+        "model": model,
+        "module": model,
+        "ddp_model": new_ddp_model(),
+        "inputs": inputs,
+        "loss": model(inputs).square().mean(),
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "batches": [(torch.randn(8, WIDTH), torch.zeros(8, WIDTH)) for _ in range(40)],
+        "step": 99,
+        "run": SimpleNamespace(log=lambda values, step: None),
+        "folder": "checkpoint-folder",
+        "rank": dist.get_rank(),
+        **dict.fromkeys(("world_size", "old_world_size", "num_nodes", "num_sites"), dist.get_world_size()),
+    }
+
+
+def hooked() -> dict[str, Any]:
+    """Return a model and its state, whose errors aren't zero."""
+    ddp_model = new_ddp_model()
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(ddp_model)
+    return {"ddp_model": ddp_model, "state": state, "optimizer": torch.optim.SGD(ddp_model.parameters(), 0.1)}
+
+
+def of_a_gan() -> dict[str, Any]:
+    names = hooked()
+    fake = torch.randn(8, WIDTH)
+    return {**names, "ddp_discriminator": names["ddp_model"], "fake": fake, "loss_of_generator": torch.mean}
+
+
+def with_tokens(*counts: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(n, WIDTH), torch.randint(WIDTH, (n,))) for n in counts]
+
+
+# More names for single blocks.
+BEFORE = {
+    ("docs/what_compression_cant_know.md", 0): of_a_gan,
+    ("docs/weighted_averages.md", 0): lambda: (
+        hooked() | {"micro_batches": with_tokens(5 + dist.get_rank(), 3)}
+    ),
+    ("docs/weighted_averages.md", 1): lambda: (
+        hooked() | {"batches": [(*batch, 2 * len(batch[1])) for batch in with_tokens(4, 40, 7)]}
+    ),
+}
+
+
+def check_errors_are_kept(names: dict[str, Any]) -> None:
+    kept = names["state"].state
+    assert kept.keys() <= dict(names["ddp_model"].module.named_parameters()).keys()
+    assert any(each["error"].any() for each in kept.values())
+
+
+def check_local_steps(names: dict[str, Any]) -> None:
+    check_equal(names["model"])
+    assert names["state"].iter == 3
+
+
+AFTER = {
+    ("docs/frameworks/zero_redundancy.md", 0): lambda names: train(
+        names["model"], optimizer=names["optimizer"]
+    ),
+    ("docs/frameworks/local_steps.md", 0): check_local_steps,
+    ("docs/hooks.md", 2): lambda names: new_ddp_model().register_comm_hook(None, names["in_blocks_of_128"]),
+    ("docs/checkpoints.md", 10): check_errors_are_kept,
+}
+
+# Replacements in a page's code, for two ranks on a machine without GPUs.
+INSTEAD = {
+    ("docs/fsdp.md", 1): {'"cuda"': '"cpu"', "(num_nodes, 8)": "(num_nodes, 1)"},
+    ("docs/frameworks/local_steps.md", 1): {'"cuda"': '"cpu"', "(num_sites, 8)": "(num_sites, 1)"},
+    # The recipe's example runs on Inductor, which takes a minute: see tests/frameworks/test_recipes.py.
+    ("docs/frameworks/torch_compile.md", 0): {"Parallel(model))": 'Parallel(model), backend="aot_eager")'},
+}
+
+# Blocks that simulate ranks themselves, or need none: they run in a process without a group.
+WITHOUT_GROUP = {("README.md", 1), *(("docs/testing.md", number) for number in range(4)), ("docs/plan.md", 0)}
+
+# Python that other tests run.
+RUN_ELSEWHERE = {
+    ("docs/new_compressor.md", 2): "tests/compress/test_new_compressor.py",
+    # One script, block after block.
+    **{("docs/quick_start.md", number): "tests/docs/test_quick_start.py" for number in range(4)},
+    # tests/frameworks/test_pages.py finds every line of these pages in what runs.
+    **{
+        (f"docs/frameworks/{page}.md", number): "tests/frameworks/recipes.py"
+        for page in IN_RECIPES
+        for number in range(2 if page in ("accelerate", "fabric") else 1)
+    },
+}
 
 
 def train(model: nn.Module, local_steps: Any = None, optimizer: Any = None) -> None:
@@ -74,22 +180,16 @@ def run_in_rank(rank: int, blocks: Sequence[Block], folder: str) -> None:
     page = ""
     for block in blocks:
         if block.page != page:
-            page, names = block.page, namespace(rank)
-        execute(BEFORE.get(block.key, FRESH), f"before {block.page}:{block.line}", names)
-        execute_block(block, names)
-        execute(AFTER.get(block.key, ""), f"after {block.page}:{block.line}", names)
+            page, names = block.page, {"__name__": "documented", **users_names()}
+        elif STARTS.search(block.source):
+            names |= users_names()
+        names |= BEFORE.get(block.key, dict)()
+        execute(block, names)
+        AFTER.get(block.key, lambda names: None)(names)
         for model in averaged(names):
             train(model, names.get("local_steps"))
         dist.barrier()
     names.clear()
-
-
-def namespace(rank: int) -> dict[str, Any]:
-    """Return the names that every page may use; BEFORE adds names for single blocks."""
-    given = (DistributedDataParallel, check_equal, new_model, train)
-    names = {each.__name__: each for each in given} | {"powerSGD": powerSGD_hook, "rank": rank}
-    names |= {"default_hooks": default_hooks, "dist": dist, "gradcomp": gradcomp, "nn": nn, "torch": torch}
-    return {"__name__": "documented", "world_size": dist.get_world_size(), **names}
 
 
 def averaged(names: dict[str, Any]) -> Iterable[nn.Module]:
@@ -112,21 +212,16 @@ def run_without_group(blocks: Sequence[Block]) -> None:
     original, gradcomp.testing.check_hook = gradcomp.testing.check_hook, few
     try:
         for block in blocks:
-            execute_block(block, names)
-            execute(AFTER.get(block.key, ""), f"after {block.page}:{block.line}", names)
+            execute(block, names)
     finally:
         gradcomp.testing.check_hook = original
 
 
-def execute_block(block: Block, names: dict[str, Any]) -> None:
+def execute(block: Block, names: dict[str, Any]) -> None:
     source = block.source
     for documented, instead in INSTEAD.get(block.key, {}).items():
         assert documented in source, f"{block.page}:{block.line} has no {documented}"
         source = source.replace(documented, instead)
-    # Tracebacks name the page and the line in it.
-    execute("\n" * (block.line - 1) + source, block.page, names)
-
-
-def execute(source: str, name: str, names: dict[str, Any]) -> None:
-    # A page's annotations are types, as in a module without `from __future__ import annotations`.
-    exec(compile(source, name, "exec", dont_inherit=True), names)
+    # Tracebacks name the page and the line in it. Annotations are types, as in a module without
+    # `from __future__ import annotations`.
+    exec(compile("\n" * (block.line - 1) + source, block.page, "exec", dont_inherit=True), names)

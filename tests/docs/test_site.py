@@ -1,9 +1,15 @@
-"""Test that the site builds without a warning, its links are valid, and it loads nothing from other hosts."""
+"""Test that the site builds without a warning (a broken link is one) and loads nothing from other hosts."""
 
+import fcntl
 import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
-from urllib.parse import unquote, urldefrag, urlsplit
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,38 +20,59 @@ RESOURCES = {"script": "src", "img": "src", "link": "href", "source": "src", "if
 
 
 class Page(HTMLParser):
-    """A page's links, loaded files, anchors and images."""
+    """A page's loaded files, anchors and images."""
 
     def __init__(self, path):
         super().__init__()
-        self.links, self.loaded, self.anchors, self.images = [], [], set(), []
+        self.loaded, self.anchors, self.images = [], set(), []
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
         self.anchors.update(given[name] for name in ("id", "name") if given.get(name))
-        if tag == "a" and given.get("href"):
-            self.links.append(given["href"])
         if tag in RESOURCES and given.get("rel") not in {"canonical", "next", "prev"}:
             self.loaded += filter(None, [given.get(RESOURCES[tag])])
         if tag == "img":
             self.images.append((given.get("src"), given.get("alt")))
 
 
+class Site(NamedTuple):
+    folder: Path
+    exit_status: int
+    output: str  # of the build, warnings included
+
+    @property
+    def pages(self) -> list[Path]:
+        return sorted(path for path in self.folder.rglob("*.html") if path.name != "404.html")
+
+
 @pytest.fixture(scope="module")
-def pages(site):
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Build the site as `make docs` does; the first of pytest-xdist's processes that needs it builds it."""
+    if sys.version_info < (3, 11):
+        pytest.skip("the site's tools need Python 3.11")
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    result = shared / "site.json"
+    with (shared / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            result.write_text(json.dumps(build(shared / "site")))
+    return Site(shared / "site", *json.loads(result.read_text()))
+
+
+def build(folder: Path) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)], cwd=ROOT, text=True,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def pages(site: Site) -> dict[Path, Page]:
     return {path: Page(path) for path in site.pages}
-
-
-def targets(path, link, folder):
-    """Return (file, anchor) of a page's link; None for a link to another host."""
-    address, anchor = urldefrag(link)
-    parts = urlsplit(address)
-    if parts.scheme or parts.netloc:
-        return None
-    base = folder if parts.path.startswith("/") else path.parent
-    target = (base / unquote(parts.path).lstrip("/")).resolve() if parts.path else path
-    return (target / "index.html" if target.is_dir() else target), unquote(anchor)
 
 
 def test_it_builds_without_a_warning(site):
@@ -58,22 +85,6 @@ def test_every_page_is_built(site):
     sources = {path.stem for path in DOCS.rglob("*.md") if path.stem != "index"}
     assert sources <= names
     assert len(sources) > 15
-
-
-def test_every_link_leads_to_a_file_and_an_anchor(site, pages):
-    broken, followed = [], 0
-    for path, page in pages.items():
-        for link in page.links + page.loaded:
-            found = targets(path, link, site.folder)
-            if found is None or link.startswith(("data:", "javascript:")):
-                continue
-            followed += 1
-            target, anchor = found
-            anchors = pages[target].anchors if target in pages else set()
-            if not target.is_file() or (anchor and anchor not in anchors):
-                broken.append(f"{path.relative_to(site.folder)}: {link}")
-    assert broken == []
-    assert followed > 500
 
 
 def test_nothing_is_loaded_from_other_hosts(pages):

@@ -1,5 +1,6 @@
 """Run the recipes of docs/frameworks against the real packages, on two processes."""
 
+import os
 import re
 import tempfile
 
@@ -40,7 +41,7 @@ def test_ray_train(tmp_path):
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
         _, found = run(
             EXAMPLES / "ray_train.py",
-            tmp_path,
+            os.path.relpath(tmp_path, ROOT),
             folder=tmp_path,
             RAY_TMPDIR=short,
             RAY_USAGE_STATS_ENABLED="0",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.demo.wire import Wire
+from benchmarks.training.wire import Wire
 
 SHOW_EVERY_S = 2.0
 LAST_STEPS = 10  # the steps over which the reported training loss is averaged
@@ -20,20 +20,12 @@ class Recorder:
     """The history of one run.
 
     wire: counts each step's bytes.
-    is_alone: the ranks don't communicate.
     num_validations: after as many parts of the steps, about.
+    is_alone: the ranks don't communicate.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        device: torch.device,
-        wire: Wire,
-        *,
-        is_alone: bool = False,
-        num_validations: int = 10,
-    ) -> None:
-        self.steps, self.device, self.is_alone = steps, device, is_alone
+    def __init__(self, steps: int, wire: Wire, num_validations: int, is_alone: bool) -> None:
+        self.steps, self.is_alone = steps, is_alone
         self.every = max(2, steps // num_validations)
         self.losses: list[Tensor] = []
         self.step_bytes: list[int] = []
@@ -46,8 +38,6 @@ class Recorder:
         """Time the step that runs inside, and count its bytes."""
         before, started = self._wire.num_bytes, time.perf_counter()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
         self.step_s.append(time.perf_counter() - started)
         self.step_bytes.append(self._wire.num_bytes - before)
 

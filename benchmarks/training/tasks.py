@@ -1,5 +1,4 @@
-"""The tasks: the demo's GPT on its text, the GPT on text that is read once, and a small convolutional network
-on scikit-learn's digits."""
+"""The tasks: a GPT on text, a GPT on text that is read once, and a small convolutional network on digits."""
 
 import argparse
 import math
@@ -11,26 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.demo.corpus import Windows, read_corpus, read_once
-from benchmarks.demo.train import GPT, MIN_STEPS
+from benchmarks.training.corpus import Windows, read_corpus, read_once, spread
+from benchmarks.training.gpt import GPT
+from benchmarks.training.options import MIN_STEPS
 
 Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
 
-VALIDATION_WINDOWS = 128  # held-out windows of the text
-TEXT_VALIDATION_WINDOWS = 1024  # divided among the ranks
+VALIDATION_WINDOWS, TEXT_VALIDATION_WINDOWS = 128, 1024  # of held-out text, divided among the ranks
 TEXT_WARMUP = 0.05  # of the steps
 VALIDATION_FRACTION = 0.2  # held-out fraction of the digits
 DIGITS_BATCH = 32  # images per rank and step
 
 # Chosen without compression: the hooks use the baseline's learning rates.
-GPT_LEARNING_RATE = 3e-3
 TEXT_LEARNING_RATE, TEXT_BETAS = 5e-3, (0.9, 0.99)
 DIGITS_OPTIMIZER = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-3}
 
 
 @dataclass
 class Task:
-    """One rank's model, optimizer and data. Ranks have the same weights and validation data; batches differ.
+    """One rank's model, optimizer and data. Ranks have the same weights, and other data.
 
     They all follow from the options, the seed, the rank and the number of ranks, so that every hook trains
     the same weights on the same data in the same order.
@@ -45,24 +43,22 @@ class Task:
 
 
 def gpt(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
-    """Make the demo's GPT with AdamW. The validation windows are spread over the held-out files."""
-    folder, window = sysconfig.get_paths()["stdlib"], options.sequence + 1
-    data = Windows(folder, options.sequence, seed, rank, ranks)
-    _, held_out = read_corpus(folder)
-    starts = torch.linspace(0, len(held_out) - window, VALIDATION_WINDOWS).long()
+    """Make the GPT with AdamW. The validation windows are spread over the held-out files."""
+    text, held_out = read_corpus(sysconfig.get_paths()["stdlib"])
+    data = Windows(text, options.sequence, seed, rank, ranks)
     torch.manual_seed(seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence)
     return Task(
         net,
-        torch.optim.AdamW(net.parameters(), lr=GPT_LEARNING_RATE),
+        torch.optim.AdamW(net.parameters(), lr=options.learning_rate),
         draw=lambda: next_bytes(data.draw(options.batch)),
-        validation=next_bytes(held_out.unfold(0, window, 1)[starts].long()),
+        validation=next_bytes(spread(held_out, options.sequence, VALIDATION_WINDOWS)[rank::ranks]),
         steps=options.steps,
     )
 
 
 def text(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
-    """Make the demo's GPT with AdamW, for text that is read once: each window by one rank, in one step.
+    """Make the GPT with AdamW, for text that is read once: each window by one rank, in one step.
 
     The number of steps follows from the tokens per parameter. Ranks have parts of the validation windows.
     """
@@ -74,13 +70,11 @@ def text(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
     windows, held_out = read_once(folders, options.sequence, steps * ranks * options.batch)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     batches = iter(order[rank::ranks].split(options.batch))
-    window = options.sequence + 1
-    starts = torch.linspace(0, len(held_out) - window, TEXT_VALIDATION_WINDOWS)[rank::ranks].long()
     return Task(
         net,
         torch.optim.AdamW(net.parameters(), lr=TEXT_LEARNING_RATE, betas=TEXT_BETAS),
         draw=lambda: next_bytes(windows[next(batches)].long()),
-        validation=next_bytes(held_out.unfold(0, window, 1)[starts].long()),
+        validation=next_bytes(spread(held_out, options.sequence, TEXT_VALIDATION_WINDOWS)[rank::ranks]),
         steps=steps,
         warmup_steps=math.ceil(TEXT_WARMUP * steps),
     )
@@ -126,12 +120,14 @@ def digits(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Tas
     return Task(net, optimizer, draw, validation, options.steps)
 
 
-def loss_and_accuracy(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Compute the mean cross-entropy in nats, and the fraction of predictions that are right."""
-    inputs, classes = batch
-    logits = model(inputs)
-    loss = functional.cross_entropy(logits.flatten(0, -2), classes.flatten())
-    return loss, (logits.argmax(-1) == classes).float().mean()
+def loss_of(logits: Tensor, classes: Tensor) -> Tensor:
+    """Compute the mean cross-entropy in nats."""
+    return functional.cross_entropy(logits.flatten(0, -2), classes.flatten())
+
+
+def accuracy_of(logits: Tensor, classes: Tensor) -> Tensor:
+    """Compute the fraction of predictions that are right."""
+    return (logits.argmax(-1) == classes).float().mean()
 
 
 TASKS = {"gpt": gpt, "digits": digits, "text": text}

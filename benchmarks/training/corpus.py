@@ -1,4 +1,4 @@
-"""The text that the demo trains on: the source of Python's own standard library, as bytes.
+"""The text that GPTs train on: the source of Python's own standard library, as bytes.
 
 ``read_once`` takes the sources of installed packages, too.
 """
@@ -12,10 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-VOCABULARY = 256  # a token is a byte
 MAX_BYTES, MIN_BYTES = 4_000_000, 200_000
 VALIDATION_FRACTION = 0.1
-VALIDATION_WINDOWS = 16  # per rank
 HELD_OUT_BYTES = 1_000_000  # by read_once
 
 # Third-party packages, tests, tables of characters, generated files.
@@ -32,13 +30,8 @@ def read_corpus(folder: str) -> tuple[Tensor, Tensor]:
     Reading stops at the file that passes ``MAX_BYTES``. The last whole files, a tenth of the bytes, are
     held out for validation. Raises FileNotFoundError if there is too little to learn from.
     """
-    texts: list[bytes] = []
-    num_bytes = 0
-    for path in sorted(_sources(folder)):
-        texts.append(path.read_bytes())
-        num_bytes += len(texts[-1])
-        if num_bytes >= MAX_BYTES:
-            break
+    texts = _read(iter(sorted(_sources(folder))), MAX_BYTES)
+    num_bytes = sum(map(len, texts))
     if num_bytes < MIN_BYTES:
         raise FileNotFoundError(
             f"found {num_bytes} bytes of Python source under {folder!r}, too few to train on: is "
@@ -59,25 +52,26 @@ def read_once(folders: Sequence[str], sequence: int, num_windows: int) -> tuple[
     """
     named = {str(path.relative_to(folder)): path for folder in folders for path in _sources(folder)}
     paths = iter([named[name] for name in sorted(named, key=lambda name: sha256(name.encode()).digest())])
-    held_out = _read_at_least(HELD_OUT_BYTES, paths)
-    text = _read_at_least(num_windows * (sequence + 1), paths)
+    held_out = _as_tensor(_read(paths, HELD_OUT_BYTES))
+    num_bytes = num_windows * (sequence + 1)
+    text = _as_tensor(_read(paths, num_bytes))
+    if len(text) < num_bytes:
+        raise ValueError(
+            f"{num_bytes:,} bytes are to be read once, but the sources of Python and of its packages "
+            f"have {len(text):,}: train a smaller model, on fewer tokens, or install more packages"
+        )
     windows = text.unfold(0, sequence + 1, sequence + 1)
     return windows[:num_windows], held_out
 
 
-def _read_at_least(num_bytes: int, paths: Iterator[Path]) -> Tensor:
+def _read(paths: Iterator[Path], num_bytes: int) -> list[bytes]:
+    """Read files until they have this number of bytes, or until there are no more."""
     texts: list[bytes] = []
     found = 0
-    while found < num_bytes:
-        path = next(paths, None)
-        if path is None:
-            raise ValueError(
-                f"{num_bytes:,} bytes are to be read once, but the sources of Python and of its packages "
-                f"have {found:,}: train a smaller model, on fewer tokens, or install more packages"
-            )
+    while found < num_bytes and (path := next(paths, None)):
         texts.append(path.read_bytes())
         found += len(texts[-1])
-    return _as_tensor(texts)
+    return texts
 
 
 def _sources(folder: str) -> Iterator[Path]:
@@ -92,21 +86,23 @@ def _as_tensor(texts: list[bytes]) -> Tensor:
 
 
 class Windows:
-    """The windows of ``sequence + 1`` bytes that one rank draws from the corpus.
+    """The windows of ``sequence + 1`` bytes that one rank draws from a text.
 
     They depend on the seed, the rank and the number of ranks alone, so that every hook trains on the same
-    data in the same order. ``validation`` holds windows spread over the held-out text.
+    data in the same order.
     """
 
-    def __init__(self, folder: str, sequence: int, seed: int, rank: int, ranks: int) -> None:
-        train, validation = read_corpus(folder)
-        self._windows = train.unfold(0, sequence + 1, 1)
+    def __init__(self, text: Tensor, sequence: int, seed: int, rank: int, ranks: int) -> None:
+        self._windows = text.unfold(0, sequence + 1, 1)
         self._generator = torch.Generator().manual_seed(seed * ranks + rank)
-        starts = torch.linspace(0, len(validation) - sequence - 1, VALIDATION_WINDOWS * ranks)
-        shared = validation.unfold(0, sequence + 1, 1)[starts.long()]
-        self.validation = shared[rank::ranks].long()
 
     def draw(self, batch: int) -> Tensor:
         """Draw the next ``batch`` random windows: batch × (sequence + 1), int64."""
         starts = torch.randint(len(self._windows), (batch,), generator=self._generator)
         return self._windows[starts].long()
+
+
+def spread(text: Tensor, sequence: int, count: int) -> Tensor:
+    """Return windows at equal distances in a text: count × (sequence + 1), int64."""
+    starts = torch.linspace(0, len(text) - sequence - 1, count).long()
+    return text.unfold(0, sequence + 1, 1)[starts].long()

@@ -54,8 +54,8 @@ class Wire(TorchDispatchMode):
     """A counter of the bytes that this rank hands to collectives inside a ``with`` block, and their link.
 
     link: None leaves the collectives as they are. Otherwise gloo gets each one when the link has carried its
-        bytes, so it ends when the last rank's have arrived. Only CPU tensors are held. The next collective
-        and the block's end raise gloo's errors, because torch's wait for such a future raises none.
+        bytes, so it ends when the last rank's have arrived. The next collective and the block's end raise
+        gloo's errors, because torch's wait for such a future raises none.
 
     A message and an all-to-all take one delay; others a ring's: 2 (W − 1) an all-reduce, W − 1 any other.
     Real ones of gloo take more: its sender waits until the receiver is ready. It sees what this thread calls,
@@ -100,7 +100,7 @@ class Wire(TorchDispatchMode):
         num_bytes = sum(tensor.nbytes for tensor in tensors) * share_of_all_reduce(name)
         self._num_bytes += num_bytes
         link = self._link
-        if link is None or any(tensor.device.type != "cpu" for tensor in tensors):
+        if link is None:
             return func(*args, **(kwargs or {}))
         size = dist.get_world_size()
         num_hops = {"allreduce_": 2 * (size - 1), "send": 1, "alltoall_base_": 1}.get(name, size - 1)

@@ -1,0 +1,132 @@
+"""One rank's runs: train every task with every hook from every seed."""
+
+import argparse
+import gc
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.environment import describe
+from benchmarks.records import Row, append, read
+from benchmarks.training.averaging import ALONE, SHARDED, Averaged
+from benchmarks.training.history import Recorder, check_replicas, mean_over_ranks
+from benchmarks.training.options import split_rate
+from benchmarks.training.tasks import TASKS, accuracy_of, loss_of
+from benchmarks.training.wire import Wire
+from gradcomp.comm.exchange import GIVEN
+
+TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
+BUCKET_CAP_MB = 1  # so that there are several buckets
+# The options, beside the task, the hook and the seed, on which a run's result depends.
+OPTIONS = ("ranks", "steps", "tokens_per_parameter", "width", "layers", "heads", "batch", "sequence")
+PER_STEP = ("losses", "step_bytes", "step_s")  # lists in a row
+
+
+def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
+    """Yield (seed, task, hook) of every run, seed by seed, so that stopping early leaves finished seeds."""
+    seeds = range(options.seed, options.seed + options.seeds)
+    return product(seeds, options.tasks, options.hooks)
+
+
+def recorded(options: argparse.Namespace) -> dict[tuple[int, str, str], Row]:
+    """Return the rows in ``options.results`` of runs with these options, by seed, task and hook."""
+    rows = read(options.results) if options.results.exists() else []
+    known = [row for row in rows if row["options"] == options_of(options)]
+    return {(row["seed"], row["task"], row["hook"]): row for row in known}
+
+
+def options_of(options: argparse.Namespace) -> dict[str, object]:
+    return {name: getattr(options, name) for name in OPTIONS}
+
+
+def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace, wire: Wire) -> Row:
+    """Train once, and return the row to record. Every rank must call it.
+
+    The learning rate rises for the task's warm-up, and falls to 0.
+    """
+    task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
+    optimizer, (name, learning_rate) = task.optimizer, split_rate(hook)
+    if learning_rate is not None:
+        optimizer.param_groups[0]["lr"] = learning_rate
+    recorder = Recorder(task.steps, wire, options.validations, is_alone=name == ALONE)
+    start_iter = recorder.every
+    auto_options = {"start_iter": start_iter, "rounds": 1}  # a short trial, for a short run
+    averaged = Averaged(task.net, optimizer, name, start_iter, BUCKET_CAP_MB, auto_options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / task.warmup_steps, 1) * (1 - step / task.steps)
+    )
+    accuracies: list[float] = []
+
+    def validate() -> None:
+        with torch.no_grad():
+            logits = task.net(task.validation[0])
+        recorder.add_validation(loss_of(logits, task.validation[1]))
+        accuracies.append(mean_over_ranks(accuracy_of(logits, task.validation[1])).item())
+        if name.startswith(SHARDED):
+            task.net.reshard()  # as at the end of backward, so that every step gathers it
+
+    validate()
+    for step in range(task.steps):
+        inputs, classes = task.draw()
+        with recorder.step():
+            loss = loss_of(averaged.model(inputs), classes)
+            optimizer.zero_grad()
+            loss.backward()  # the hook runs in here, once per bucket
+            optimizer.step()
+            averaged.end_step(step + 1, task.steps)
+        schedule.step()
+        recorder.losses.append(loss.detach())
+        if recorder.is_time_to_validate():
+            validate()
+        recorder.show(label)
+    if name != ALONE:
+        check_replicas(averaged.weights())
+    result = recorder.result()
+    sent_bytes = sum(result["step_bytes"])
+    if averaged.local is not None:
+        result["bytes_per_step"] = sent_bytes // task.steps
+    return {
+        "task": task_name,
+        "hook": hook,
+        "seed": seed,
+        "steps": task.steps,
+        "start_powerSGD_iter": start_iter,
+        "ranks": dist.get_world_size(),
+        "link": options.link and str(options.link),
+        "num_parameters": sum(parameter.numel() for parameter in task.net.parameters()),
+        "sent_bytes": sent_bytes,
+        **result,
+        "validation_accuracy": accuracies[-1],
+        "choice": averaged.auto and averaged.auto.choice,
+        "options": options_of(options),
+    }
+
+
+def work(rank: int, store: str, options: argparse.Namespace) -> None:
+    """Join the gloo group as rank ``rank`` through the file ``store``, and train every run.
+
+    Rank 0 appends each run to ``options.results`` as a JSON line.
+    """
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
+    if options.link is None:
+        # A busy machine looks like links with a delay, on which hooks send more bytes at once.
+        os.environ.setdefault(GIVEN, "0")
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks, timeout=TIMEOUT)
+    environment = describe(torch.device("cpu"))
+    done = recorded(options)
+    todo = [run for run in runs(options) if run not in done]
+    dist.barrier()  # no rank reads the file once rank 0 writes
+    with Wire(options.link) as wire:
+        for number, (seed, task, hook) in enumerate(todo, 1):
+            label = f"[{number}/{len(todo)}] {task} {hook} seed {seed}"
+            row = train(label, task, hook, seed, options, wire)
+            dropped = () if options.keep_steps else PER_STEP
+            if rank == 0:
+                kept = {name: value for name, value in row.items() if name not in dropped}
+                append(options.results, [{**environment, **kept}])
+            gc.collect()  # DDP models are in reference cycles, and keep the group's threads alive
+    dist.destroy_process_group()
