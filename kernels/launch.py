@@ -2,7 +2,7 @@
 
 kernel[grid](...) binds the arguments, looks the kernel up among those compiled, and compares every constant
 that the kernel refers to: 15 µs or more of Python per launch. A Stage does this once, and then calls the
-compiled kernels.
+compiled kernels. benchmarks/host_time.py measures it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import sys
 
 import torch
 
-from benchmarks import stub_cuda
 from tests.programs import needs_stub_cuda, run_python
 
 # The most calls per bucket; torch's own hooks take 18 to 20.
@@ -36,11 +35,10 @@ def test_a_bucket_takes_few_calls():
 
 
 def main() -> None:
-    stub_cuda.install()
-    from benchmarks.models import one_bucket
+    from benchmarks import host_time  # installs the stub
     from gradcomp.hooks import default_hooks, powerSGD_hook, quantization_hooks
 
-    few, large = map(ddp_bucket, ([(64, 64)] * 7, one_bucket("bert-large")))
+    few, large = map(host_time.ddp_bucket, ([(64, 64)] * 7, host_time.models.one_bucket("bert-large")))
     counted = {}
     for hook, state, bucket in (
         (default_hooks.allreduce_hook, None, few),
@@ -54,28 +52,6 @@ def main() -> None:
     for name, hook in (("Reducer", None), ("Reducer, fp16", default_hooks.fp16_compress_hook)):
         counted[name] = [calls_in(steps_of_reducer(num_params, hook)) for num_params in (100, 300)]
     json.dump(counted, sys.stdout)
-
-
-def ddp_bucket(shapes):
-    """Return the bucket that torch's DDP gives to a hook for parameters of these shapes."""
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    module = torch.nn.Module()
-    module.registered = torch.nn.ParameterList(reversed(parameters))
-    module.forward = lambda: sum(parameter.sum() for parameter in parameters)
-    ddp = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=10_000)
-    found = []
-
-    def keep(_, bucket):
-        found.append(bucket)
-        future = torch._C.Future([])
-        future.set_result(bucket.buffer())
-        return future
-
-    ddp.register_comm_hook(None, keep)
-    for _ in range(2):  # DDP has its buckets from the second step on
-        ddp().backward()
-    assert len(found[-1].parameters()) == len(shapes)
-    return found[-1]
 
 
 def steps_of_reducer(num_params, hook):
