@@ -1,15 +1,8 @@
 """Test that the site builds without a warning (a broken link is one) and loads nothing from other hosts."""
 
-import fcntl
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -36,42 +29,8 @@ class Page(HTMLParser):
             self.images.append((given.get("src"), given.get("alt")))
 
 
-class Site(NamedTuple):
-    folder: Path
-    exit_status: int
-    output: str  # of the build, warnings included
-
-    @property
-    def pages(self) -> list[Path]:
-        return sorted(path for path in self.folder.rglob("*.html") if path.name != "404.html")
-
-
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Build the site as `make docs` does; the first of pytest-xdist's processes that needs it builds it."""
-    if sys.version_info < (3, 11):
-        pytest.skip("the site's tools need Python 3.11")
-    shared = tmp_path_factory.getbasetemp()
-    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    result = shared / "site.json"
-    with (shared / "site.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not result.exists():
-            result.write_text(json.dumps(build(shared / "site")))
-    return Site(shared / "site", *json.loads(result.read_text()))
-
-
-def build(folder: Path) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)], cwd=ROOT, text=True,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240, check=False,
-    )  # fmt: skip
-    return done.returncode, done.stdout
-
-
-@pytest.fixture
-def pages(site: Site) -> dict[Path, Page]:
+def pages(site):
     return {path: Page(path) for path in site.pages}
 
 
