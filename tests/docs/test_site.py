@@ -1,8 +1,9 @@
-"""Test that the site builds without a warning (a broken link is one) and loads nothing from other hosts."""
+"""Test that the site builds without a warning, its links are valid, and it loads nothing from other hosts."""
 
 import importlib.util
 import re
 from html.parser import HTMLParser
+from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
@@ -13,16 +14,18 @@ RESOURCES = {"script": "src", "img": "src", "link": "href", "source": "src", "if
 
 
 class Page(HTMLParser):
-    """A page's loaded files, anchors and images."""
+    """A page's links, loaded files, anchors and images."""
 
     def __init__(self, path):
         super().__init__()
-        self.loaded, self.anchors, self.images = [], set(), []
+        self.links, self.loaded, self.anchors, self.images = [], [], set(), []
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
         self.anchors.update(given[name] for name in ("id", "name") if given.get(name))
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
         if tag in RESOURCES and given.get("rel") not in {"canonical", "next", "prev"}:
             self.loaded += filter(None, [given.get(RESOURCES[tag])])
         if tag == "img":
@@ -32,6 +35,17 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def pages(site):
     return {path: Page(path) for path in site.pages}
+
+
+def targets(path, link, folder):
+    """Return (file, anchor) of a page's link; None for a link to another host."""
+    address, anchor = urldefrag(link)
+    parts = urlsplit(address)
+    if parts.scheme or parts.netloc:
+        return None
+    base = folder if parts.path.startswith("/") else path.parent
+    target = (base / unquote(parts.path).lstrip("/")).resolve() if parts.path else path
+    return (target / "index.html" if target.is_dir() else target), unquote(anchor)
 
 
 def test_it_builds_without_a_warning(site):
@@ -44,6 +58,22 @@ def test_every_page_is_built(site):
     sources = {path.stem for path in DOCS.rglob("*.md") if path.stem != "index"}
     assert sources <= names
     assert len(sources) > 15
+
+
+def test_every_link_leads_to_a_file_and_an_anchor(site, pages):
+    broken, followed = [], 0
+    for path, page in pages.items():
+        for link in page.links + page.loaded:
+            found = targets(path, link, site.folder)
+            if found is None or link.startswith(("data:", "javascript:")):
+                continue
+            followed += 1
+            target, anchor = found
+            anchors = pages[target].anchors if target in pages else set()
+            if not target.is_file() or (anchor and anchor not in anchors):
+                broken.append(f"{path.relative_to(site.folder)}: {link}")
+    assert broken == []
+    assert followed > 500
 
 
 def test_nothing_is_loaded_from_other_hosts(pages):
