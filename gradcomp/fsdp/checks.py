@@ -1,7 +1,10 @@
-"""Checks of a model, its state and the ranks before gradients are compressed; averages of buckets."""
+"""Checks of a model, its state and the ranks before gradients are compressed, and in the first step."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -104,20 +107,50 @@ def require_agreement(
         "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],
     }
 
-    def difference(values: dict[str, Any], group: dist.ProcessGroup) -> RuntimeError | None:
-        try:
-            require_same_on_all_ranks(whose, values, group, device, advice)
-        except RuntimeError as error:
-            return error
-        return None
+    def compare_shards() -> None:
+        failure: RuntimeError | None = None
+        for shard_group in {id(group.shard_group): group.shard_group for group in groups}.values():
+            assert shard_group is not None
+            try:
+                require_same_on_all_ranks(whose, values, shard_group, device, advice)
+            except RuntimeError as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
-    shard_groups = dict.fromkeys(group.shard_group for group in groups if group.shard_group is not None)
-    failures = [difference(values, each) for each in shard_groups]
     if replicate_group is not None:
-        values["rank in the shard mesh"] = [each.rank() for each in shard_groups]
-        values["error"] = str(next(filter(None, failures), ""))
-        failures.append(difference(values, replicate_group))
-    if failure := next(filter(None, failures), None):
+        places = [group.shard_group and group.shard_group.rank() for group in groups]
+        values_of_replicas = values | {"rank in the shard mesh": places}
+        raise_on_all(whose, compare_shards, replicate_group, device, advice, values_of_replicas)
+    else:
+        compare_shards()
+
+
+def raise_on_all(
+    whose: str,
+    function: Callable[[], None],
+    others: dist.ProcessGroup,
+    device: torch.device,
+    advice: str,
+    values: dict[str, Any] | None = None,
+) -> None:
+    """Call a function, and raise its error, or one that tells of it, on every rank of another group, too.
+
+    others: a group whose ranks all call this; the function communicates within other groups.
+    values: must be equal on all ranks of `others`, by name.
+    """
+    failure: Exception | None = None
+    try:
+        function()
+    except Exception as error:
+        failure = error
+    try:
+        told = {**(values or {}), "error": failure and str(failure)}
+        require_same_on_all_ranks(whose, told, others, device, advice)
+    except RuntimeError:
+        if failure is None:
+            raise
+    if failure is not None:
         raise failure
 
 
@@ -134,13 +167,27 @@ class Averager:
         self._whose, self._state, self.group = whose, state, group
         self._is_in_step = False
 
-    def average(self, bucket: Any) -> None:
+    def average(self, bucket: Any, others: dist.ProcessGroup | None) -> None:
         """Average a bucket in place, or sum its shard; on CUDA, for what the current stream does next.
 
-        Raises the errors of the state, on the ranks of the group. The other ranks of the model notice when
-        the process ends, or by their time-out.
+        others: the ranks that don't average with this rank, but train with it; None if there are none.
+
+        Raises the errors of the state. In a state's first step an error of one rank is raised on every rank,
+        also on the others. Later the other ranks notice when the process ends, or by their time-out.
         """
         self._is_in_step = True
+        if self._state is None or self._state.is_compared or others is None:
+            self._average(bucket)
+            return
+        raise_on_all(
+            f"the first step of {self._whose}",
+            partial(self._average, bucket),
+            others,
+            bucket.buffer().device,
+            "The error is that of the ranks which have one",
+        )
+
+    def _average(self, bucket: Any) -> None:
         operation = Explaining.averaging(bucket.index(), self._whose, self.group)
         with operation:
             if self._state is None:

@@ -135,10 +135,11 @@ def test_a_reduced_tensor_is_not_freed_before_it_is_averaged(monkeypatch):
     group = SimpleNamespace(
         reduced=lambda output: [parameter],
         units=lambda dtype: (1.0, 1.0),
+        shard_group=object(),
         averages_now=True,
         divide_factor=None,
     )
-    averaging = SimpleNamespace(average=lambda bucket: log.append("averaged"))
+    averaging = SimpleNamespace(average=lambda bucket, shard_group: log.append("averaged"))
     AllReduceHook(0, group, averaging)(output)
     first, (recorded, stream) = log
     assert (first, stream) == ("averaged", "the all-reduce stream")

@@ -266,11 +266,14 @@ def differ(rank, call, mesh_name, odd_rank, what, value):
         compress_replicas(model, replicas, None if "state" in odd else QuantizationState(**odd))
 
 
-def differ_in_step(rank):
+def differ_in_step(rank, call, mesh_name):
     """Give rank 2 another step, as another checkpoint would, and take a step."""
-    state = QuantizationState()
-    model = sharded(new_grid(1, RANKS).shards)
-    compress_reduce_scatter(model, state)
+    (mesh, replicas), state = mesh_of(mesh_name), QuantizationState()
+    model = sharded(mesh)
+    if call == "replicas":
+        compress_replicas(model, replicas, state)
+    else:
+        compress_reduce_scatter(model, state)
     state.iter = 7 if rank == 2 else 5
     step(model, rank, 0)
 
@@ -334,6 +337,7 @@ def reduce_backwards(parameters, gradients, *rest, reduce=_fsdp_param_group.fore
     return reduce(parameters[::-1], gradients[::-1], *rest)
 
 
+OTHERS = r"5 on rank 0 and 7 on rank 2|5 on ranks 0, 1, 3 and 7 on rank 2|7 on rank 2 and 5 on rank 3"
 IS_OLD = f"needs FSDPModule.set_custom_{{0}}, which torch {re.escape(torch.__version__)} lacks"
 SHARDED = ("HSDP", "shards")
 # (what every rank is told: the error's type and message, the function, its arguments)
@@ -355,7 +359,8 @@ ERRORS = [
             (r"dtypes\[0\].*bfloat16", "all_gather", 1, "dtypes", torch.bfloat16),
         )
     ),
-    ("iter is 5 on ranks 0, 1, 3 and 7 on rank 2", differ_in_step),
+    (f"iter is ({OTHERS})", differ_in_step, "replicas", "1-D"),
+    *((f"iter is ({OTHERS})", differ_in_step, "reduce_scatter", mesh) for mesh in SHARDED),
     ("one state per model", share_state),
     ("rank in the shard mesh", swap_replicas),
     ("gradients of 3 parameters now, but of 2 in the last backward", average_other_parts),
