@@ -187,6 +187,11 @@ class AutoState(CompressorState):
         return None if self._trial is None else self._trial.choice
 
     @property
+    def is_sure(self) -> bool:
+        """Whether more rounds wouldn't help the last trial: its steps didn't vary too much."""
+        return self._trial is None or self._trial.is_sure
+
+    @property
     def table(self) -> list[dict[str, Any]]:
         """The candidates of the last trial, mildest first.
 
