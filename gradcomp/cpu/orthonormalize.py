@@ -9,8 +9,8 @@ import torch
 # A column depends on earlier columns if Gram–Schmidt leaves less than this fraction of its squared length.
 # Rounding to fp32 leaves about 1e-14 of a dependent column; a condition number of 1e6 leaves 1e-12.
 DEPENDENT = 1e-13
-# One pass leaves ‖PᵀP − I‖ ≈ 1e-16 / remaining fraction. If that may exceed 1e-7, a second pass follows.
-SECOND_PASS_BELOW = 1e-9
+# If less is left of any column, a second pass follows. Without one, as much has left ‖PᵀP − I‖ below 4e-6.
+SECOND_PASS_BELOW = 1e-7
 
 
 def orthonormalize(panels: Sequence[torch.Tensor], epsilon: float, scratch: Sequence[torch.Tensor]) -> None:
