@@ -27,9 +27,10 @@ from benchmarks.accuracy import comparison
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
 from benchmarks.training.options import parse as parse_training
-from benchmarks.training.runs import recorded, runs, work
+from benchmarks.training.runs import recorded, runs, simulated, work
 from benchmarks.training.tasks import TASKS
-from gradcomp.command_line import positive_int
+from gradcomp.command_line import positive, positive_int
+from gradcomp.testing import run_ranks as run_simulated
 
 HOOKS = (
     "none,alone,fp16,int8,int4,int4:64,powersgd:16,powersgd:8,powersgd:4,powersgd:8:bf16,"
@@ -50,7 +51,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="skip the runs that are in --out already")
     text = "length of a run of the task text, in place of --steps (default %(default)s)"
     parser.add_argument("--tokens-per-parameter", type=positive_int, default=20, metavar="N", help=text)
+    text = "ranks that take turns in this process, each with its model on --device, instead of --ranks"
+    parser.add_argument("--simulated-ranks", type=positive_int, metavar="N", help=text)
+    text = "of simulated ranks; on cuda the model is compiled, and computes in bf16 (default %(default)s)"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=text)
+    text = "size of the GPT, about, in place of --width and --layers; 20e6, for example"
+    parser.add_argument("--parameters", type=positive, metavar="N", help=text)
+    text = "train as many steps as fill this time, equally many with each hook"
+    parser.add_argument("--minutes", type=positive, metavar="N", help=text)
     options = parse_training(parser, arguments, **DEFAULTS)
+    options.ranks = options.simulated_ranks or options.ranks
+    if (options.device == "cuda" or options.minutes) and not options.simulated_ranks:
+        parser.error("--device cuda and --minutes are for --simulated-ranks")
+    if options.parameters:
+        options.width = max(64, 64 * round((options.parameters / 12 * 64) ** (1 / 3) / 64))
+        options.layers = max(1, round(options.parameters / (12 * options.width**2)))
     options.tasks = options.task.split(",")
     for task in options.tasks:
         if task not in TASKS:
@@ -70,9 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.resume:
         options.results.unlink(missing_ok=True)
     exit_on_signals()
-    run_ranks(work, options.ranks, options)
+    if options.simulated_ranks:
+        run_simulated(simulated, options.ranks, options, timeout_s=1e6)
+    else:
+        run_ranks(work, options.ranks, options)
     found = recorded(options)
-    rows = [found[run] for run in runs(options)]
+    rows = [found[run] for run in runs(options) if run in found]
     print("\n" + comparison.tables(rows))
     print(f"\nEvery run: {options.results}")
     write_picture(comparison.draw, rows, options.out / "accuracy.png")

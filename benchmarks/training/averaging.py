@@ -17,7 +17,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+import gradcomp
 from benchmarks.training import sharding
+from benchmarks.training.wire import is_simulated
 from gradcomp.comm.nodes import AUTO as TORCHRUNS
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.debugging_hooks import noop_hook
@@ -105,10 +107,14 @@ class Averaged:
             self.local_options = LocalOptions.named(self.name)
             self.local = self.local_options.apply(self.net)
         elif self.name.startswith(SHARDED):
+            if is_simulated():
+                raise ValueError(f"{self.name}: FSDP2 needs processes, without --simulated-ranks")
             sharding.shard(self.net, self.name.removeprefix(SHARDED), self.start_iter)
             self.optimizer.param_groups[0]["params"] = list(self.net.parameters())
         elif self.name != ALONE:
-            self.model = DistributedDataParallel(self.net, bucket_cap_mb=self.bucket_cap_mb)
+            # torch's waits in C++, where no other simulated rank can go on.
+            wrapper: Any = gradcomp.DistributedDataParallel if is_simulated() else DistributedDataParallel
+            self.model = wrapper(self.net, bucket_cap_mb=self.bucket_cap_mb)
             self._register()
 
     def _register(self) -> None:

@@ -3,6 +3,7 @@
 ``read_once`` takes the sources of installed packages, too.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -11,10 +12,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 MAX_BYTES, MIN_BYTES = 4_000_000, 200_000
 VALIDATION_FRACTION = 0.1
 HELD_OUT_BYTES = 1_000_000  # by read_once
+
+NUM_WORDS, SUCCESSORS = 32768, 16  # of sentences
+NUM_STREAMS = 4096  # of words, which are written at once
 
 # Third-party packages, tests, tables of characters, generated files.
 SKIPPED_FOLDERS = {
@@ -83,6 +88,31 @@ def _sources(folder: str) -> Iterator[Path]:
 
 def _as_tensor(texts: list[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+
+
+@cache  # simulated ranks share it
+def sentences(num_bytes: int, seed: int) -> tuple[Tensor, float]:
+    """Write text whose entropy is known, as long as wanted: (the bytes, the entropy in nats per byte).
+
+    One of ``SUCCESSORS`` words follows a word, with probabilities as 1, 1/2, 1/3 and so on. Words that are
+    neighbors in one random order are followed by neighbors in another, so that a model has much to learn, the
+    more the larger it is. The entropy is of a reader who knows the words and the orders.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    letters = torch.randint(97, 123, (NUM_WORDS, 5), generator=generator, dtype=torch.uint8).unique(dim=0)
+    spelled = functional.pad(letters, (0, 1), value=ord(" "))
+    place, word = (torch.randperm(len(spelled), generator=generator) for _ in range(2))
+    chances = 1 / torch.arange(1.0, SUCCESSORS + 1, dtype=torch.float64)
+    chances /= chances.sum()
+    num_steps = math.ceil(num_bytes / (NUM_STREAMS * spelled.shape[1]))
+    words = torch.empty(num_steps, NUM_STREAMS, dtype=torch.int32)
+    now = torch.randint(len(spelled), (NUM_STREAMS,), generator=generator)
+    for row in words:
+        next_one = torch.multinomial(chances, NUM_STREAMS, replacement=True, generator=generator)
+        now = word[(place[now] + next_one) % len(spelled)]
+        row.copy_(now)
+    entropy = float(-(chances * chances.log()).sum()) / spelled.shape[1]
+    return spelled[words.T.flatten()].flatten()[:num_bytes], entropy
 
 
 class Windows:

@@ -2,10 +2,14 @@
 
 import argparse
 import gc
+import math
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +18,16 @@ from benchmarks.environment import describe
 from benchmarks.records import Row, append, read
 from benchmarks.training.averaging import ALONE, SHARDED, Averaged
 from benchmarks.training.history import Recorder, check_replicas, mean_over_ranks
-from benchmarks.training.options import split_rate
+from benchmarks.training.options import MIN_STEPS, split_rate
 from benchmarks.training.tasks import TASKS, accuracy_of, loss_of
-from benchmarks.training.wire import Wire
+from benchmarks.training.wire import SimulatedWire, Wire
 from gradcomp.comm.exchange import GIVEN
 
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 BUCKET_CAP_MB = 1  # so that there are several buckets
 # The options, beside the task, the hook and the seed, on which a run's result depends.
 OPTIONS = ("ranks", "steps", "tokens_per_parameter", "width", "layers", "heads", "batch", "sequence")
+PROBE_STEPS, USED_PART = 20, 0.9  # of options.minutes
 PER_STEP = ("losses", "step_bytes", "step_s")  # lists in a row
 
 
@@ -43,13 +48,21 @@ def options_of(options: argparse.Namespace) -> dict[str, object]:
     return {name: getattr(options, name) for name in OPTIONS}
 
 
-def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace, wire: Wire) -> Row:
+def train(
+    label: str, task_name: str, hook: str, seed: int, options: argparse.Namespace, device: torch.device,
+    wire: Wire | SimulatedWire,
+) -> Row:  # fmt: skip
     """Train once, and return the row to record. Every rank must call it.
 
     The learning rate rises for the task's warm-up, and falls to 0.
     """
     task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
     optimizer, (name, learning_rate) = task.optimizer, split_rate(hook)
+    task.net.to(device)
+    validation = [each.to(device) for each in task.validation]
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        task.net.compile()
     if learning_rate is not None:
         optimizer.param_groups[0]["lr"] = learning_rate
     recorder = Recorder(task.steps, wire, options.validations, is_alone=name == ALONE)
@@ -60,20 +73,22 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         optimizer, lambda step: min((step + 1) / task.warmup_steps, 1) * (1 - step / task.steps)
     )
     accuracies: list[float] = []
+    half = partial(torch.autocast, device.type, torch.bfloat16, enabled=on_cuda)
 
     def validate() -> None:
-        with torch.no_grad():
-            logits = task.net(task.validation[0])
-        recorder.add_validation(loss_of(logits, task.validation[1]))
-        accuracies.append(mean_over_ranks(accuracy_of(logits, task.validation[1])).item())
+        with torch.no_grad(), half():
+            logits = task.net(validation[0])
+        recorder.add_validation(loss_of(logits, validation[1]))
+        accuracies.append(mean_over_ranks(accuracy_of(logits, validation[1])).item())
         if name.startswith(SHARDED):
             task.net.reshard()  # as at the end of backward, so that every step gathers it
 
     validate()
     for step in range(task.steps):
-        inputs, classes = task.draw()
+        inputs, classes = (each.to(device) for each in task.draw())
         with recorder.step():
-            loss = loss_of(averaged.model(inputs), classes)
+            with half():
+                loss = loss_of(averaged.model(inputs), classes)
             optimizer.zero_grad()
             loss.backward()  # the hook runs in here, once per bucket
             optimizer.step()
@@ -96,6 +111,7 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
         "steps": task.steps,
         "start_powerSGD_iter": start_iter,
         "ranks": dist.get_world_size(),
+        "backend": dist.get_backend(),
         "link": options.link and str(options.link),
         "num_parameters": sum(parameter.numel() for parameter in task.net.parameters()),
         "sent_bytes": sent_bytes,
@@ -107,26 +123,62 @@ def train(label: str, task_name: str, hook: str, seed: int, options: argparse.Na
 
 
 def work(rank: int, store: str, options: argparse.Namespace) -> None:
-    """Join the gloo group as rank ``rank`` through the file ``store``, and train every run.
-
-    Rank 0 appends each run to ``options.results`` as a JSON line.
-    """
+    """Join the gloo group as rank ``rank`` through the file ``store``, and train every run."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     if options.link is None:
         # A busy machine looks like links with a delay, on which hooks send more bytes at once.
         os.environ.setdefault(GIVEN, "0")
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks, timeout=TIMEOUT)
-    environment = describe(torch.device("cpu"))
+    with Wire(options.link) as wire:
+        train_all(rank, options, torch.device("cpu"), wire)
+    dist.destroy_process_group()
+
+
+def simulated(rank: int, _: dist.ProcessGroup, options: argparse.Namespace) -> None:
+    """Train every run as a simulated rank of gradcomp.testing.run_ranks, on options.device."""
+    # On CUDA, too, backward and its hooks run on this thread, which is the rank.
+    with torch.autograd.set_multithreading_enabled(False):
+        train_all(rank, options, torch.device(options.device), SimulatedWire())
+
+
+def train_all(
+    rank: int, options: argparse.Namespace, device: torch.device, wire: Wire | SimulatedWire
+) -> None:
+    """Train every run in the default group. Rank 0 appends each to ``options.results`` as a JSON line."""
+    environment = describe(device)
     done = recorded(options)
     todo = [run for run in runs(options) if run not in done]
     dist.barrier()  # no rank reads the file once rank 0 writes
-    with Wire(options.link) as wire:
-        for number, (seed, task, hook) in enumerate(todo, 1):
-            label = f"[{number}/{len(todo)}] {task} {hook} seed {seed}"
-            row = train(label, task, hook, seed, options, wire)
-            dropped = () if options.keep_steps else PER_STEP
-            if rank == 0:
-                kept = {name: value for name, value in row.items() if name not in dropped}
-                append(options.results, [{**environment, **kept}])
-            gc.collect()  # DDP models are in reference cycles, and keep the group's threads alive
-    dist.destroy_process_group()
+    ends = time.monotonic() + 60 * (options.minutes or math.inf)
+    if options.minutes:
+        plan(todo, options, device, wire)
+    for number, (seed, task, hook) in enumerate(todo, 1):
+        label = f"[{number}/{len(todo)}] {task} {hook} seed {seed}"
+        row = train(label, task, hook, seed, options, device, wire)
+        dropped = () if options.keep_steps else PER_STEP
+        if rank == 0:
+            kept = {name: value for name, value in row.items() if name not in dropped}
+            append(options.results, [{**environment, **kept}])
+        gc.collect()  # DDP models are in reference cycles, and keep the group's threads alive
+        run_s = row["ms_per_step"] / 1e3 * options.steps
+        if options.minutes and mean_over_ranks(torch.tensor(time.monotonic() + run_s - ends)) > 0:
+            break
+
+
+def plan(
+    todo: list[tuple[int, str, str]], options: argparse.Namespace, device: torch.device, wire: Any
+) -> None:
+    """Set options.steps, so that all runs together fill options.minutes. A collective of simulated ranks.
+
+    Each way to average is tried for PROBE_STEPS steps.
+    """
+    started = time.monotonic()
+    probe = {"steps": PROBE_STEPS, "tokens_per_parameter": 0, "validations": 5}
+    tried = [
+        train(f"probe {hook}", task, hook, seed, argparse.Namespace(**vars(options) | probe), device, wire)
+        for seed, task, hook in todo
+    ]
+    own = [sum(row["ms_per_step"] for row in tried) / 1e3, time.monotonic() - started]
+    step_s, used_s = mean_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+    options.steps = max(MIN_STEPS, int((options.minutes * 60 * USED_PART - used_s) / step_s))
+    options.tokens_per_parameter = 0

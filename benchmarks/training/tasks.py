@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.training.corpus import Windows, read_corpus, read_once, spread
+from benchmarks.training.corpus import HELD_OUT_BYTES, Windows, read_corpus, read_once, sentences, spread
 from benchmarks.training.gpt import GPT
 from benchmarks.training.options import MIN_STEPS
 
@@ -60,14 +60,43 @@ def gpt(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
 def text(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
     """Make the GPT with AdamW, for text that is read once: each window by one rank, in one step.
 
-    The number of steps follows from the tokens per parameter. Ranks have parts of the validation windows.
+    The number of steps follows from the tokens per parameter, if there are any. Ranks have parts of the
+    validation windows.
     """
+
+    def read(num_windows: int) -> tuple[Tensor, Tensor]:
+        folders = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")]
+        return read_once(folders, options.sequence, num_windows)
+
+    return _reading_once(read, options, seed, rank, ranks)
+
+
+def grammar(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
+    """Make the GPT with AdamW, for made-up sentences, which are read once as in text."""
+
+    def read(num_windows: int) -> tuple[Tensor, Tensor]:
+        num_bytes = num_windows * (options.sequence + 1)
+        found, _ = sentences(num_bytes + HELD_OUT_BYTES, seed=0)
+        return found[:num_bytes].view(num_windows, -1), found[num_bytes:]
+
+    return _reading_once(read, options, seed, rank, ranks)
+
+
+def _reading_once(
+    read: Callable[[int], tuple[Tensor, Tensor]],
+    options: argparse.Namespace,
+    seed: int,
+    rank: int,
+    ranks: int,
+) -> Task:
+    """read: returns so many windows to train on, in uint8, and the bytes to validate on."""
     torch.manual_seed(seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence)
     tokens = options.tokens_per_parameter * sum(parameter.numel() for parameter in net.parameters())
-    steps = max(MIN_STEPS, math.ceil(tokens / (ranks * options.batch * options.sequence)))
-    folders = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")]
-    windows, held_out = read_once(folders, options.sequence, steps * ranks * options.batch)
+    steps = options.steps
+    if tokens:
+        steps = max(MIN_STEPS, math.ceil(tokens / (ranks * options.batch * options.sequence)))
+    windows, held_out = read(steps * ranks * options.batch)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     batches = iter(order[rank::ranks].split(options.batch))
     return Task(
@@ -130,4 +159,4 @@ def accuracy_of(logits: Tensor, classes: Tensor) -> Tensor:
     return (logits.argmax(-1) == classes).float().mean()
 
 
-TASKS = {"gpt": gpt, "digits": digits, "text": text}
+TASKS = {"gpt": gpt, "digits": digits, "text": text, "grammar": grammar}

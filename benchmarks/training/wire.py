@@ -22,6 +22,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gradcomp.testing.ranks.collectives import SimulatedProcessGroup
+
 RECEIVES = {"recv_", "recv_any_source_"}  # they send nothing
 
 
@@ -135,6 +137,37 @@ class Wire(TorchDispatchMode):
         except RuntimeError as error:
             self._error = error
         future.set_result(result)
+
+
+def is_simulated() -> bool:
+    """Whether this thread is a rank of gradcomp.testing.run_ranks, whose collectives pass no dispatcher."""
+    return isinstance(dist.group.WORLD, SimulatedProcessGroup)
+
+
+class SimulatedWire:
+    """A counter of the bytes that this simulated rank hands to its world's collectives, in Wire's unit."""
+
+    def __init__(self) -> None:
+        group: Any = dist.group.WORLD
+        issue, self._num_bytes = group._issue, 0.0
+        shares = {"all_to_all_single": 1 / 2, "all_gather_into_tensor": group.size() / 2}
+
+        def counted(name: str, *given: Any, **named: Any) -> Any:
+            work = issue(name, *given, **named)
+            self._num_bytes += work.sent_bytes * shares.get(name, 1.0)
+            return work
+
+        group._issue = counted
+
+    def __enter__(self) -> "SimulatedWire":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def num_bytes(self) -> int:
+        return round(self._num_bytes)
 
 
 def share_of_all_reduce(operator: str) -> Fraction:

@@ -11,17 +11,21 @@ from argparse import Namespace
 import pytest
 import torch
 
+import gradcomp
+
 pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'gradcomp[accuracy]'")
 
 from benchmarks.accuracy import comparison
 from benchmarks.accuracy.__main__ import parse
 from benchmarks.records import append, read
-from benchmarks.training import corpus
+from benchmarks.training import averaging, corpus, runs
 from benchmarks.training.averaging import LocalOptions
 from benchmarks.training.options import split_rate
-from benchmarks.training.runs import options_of
+from benchmarks.training.runs import options_of, train
 from benchmarks.training.tasks import TASKS, accuracy_of, loss_of
+from benchmarks.training.wire import SimulatedWire, Wire
 from gradcomp.comm.consistency import MESSAGE_BYTES
+from gradcomp.testing import run_ranks
 from tests.programs import ROOT, refusal, run_python
 
 SIZES = {"width": 16, "layers": 1, "heads": 2, "batch": 2, "sequence": 16}
@@ -124,6 +128,53 @@ def test_a_whole_run(tmp_path):
     digits = rows[2]
     assert digits["validation_accuracy"] > 0.5, "a tenth would be guessing"
     assert comparison.tables(rows) in done.stdout
+
+
+def losses(rank, group, hook):
+    """Train 20 steps with a hook on gradcomp's wrapper, on simulated ranks or processes."""
+    torch.set_num_threads(1)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(averaging, "DistributedDataParallel", gradcomp.DistributedDataParallel)
+    options = parse([*TINY_OPTIONS, "--steps=20"])
+    with patch.context():
+        wire = SimulatedWire() if averaging.is_simulated() else Wire(None)
+        with torch.autograd.set_multithreading_enabled(False), wire:
+            row = train("", "gpt", hook, 0, options, torch.device("cpu"), wire)
+    return row["losses"], row["validation_losses"], row["bytes_per_step"]
+
+
+@pytest.mark.parametrize("hook", ["int4", "powersgd:1:int8", "local:5:int4"])
+def test_simulated_ranks_compute_the_bits_of_processes(hook):
+    simulated, processes = (
+        run_ranks(losses, 2, hook, ranks=ranks, timeout_s=300.0) for ranks in ("simulated", "gloo")
+    )
+    assert simulated[0][:2] == processes[0][:2]
+    assert simulated[0][2] == pytest.approx(processes[0][2], rel=0.05)  # headings of messages
+
+
+def test_simulated_ranks_fill_the_time(tmp_path, monkeypatch):
+    """Of four minutes the trials use nothing here, and steps take 90 ms in all."""
+    options = parse(["--simulated-ranks=2", "--minutes=4", "--hook=none,int4", "--parameters=1e6"])
+    assert (options.ranks, options.width, options.layers) == (2, 192, 2)
+    monkeypatch.setattr(
+        runs, "train", lambda _, __, hook, *___: {"ms_per_step": {"none": 30, "int4": 60}[hook]}
+    )
+    run_ranks(lambda *_: runs.plan([(0, "gpt", hook) for hook in options.hooks], options, None, None), 2)
+    assert options.steps == pytest.approx(4 * 60 * runs.USED_PART / 0.09, rel=0.01)
+
+
+def test_sentences_have_the_entropy_that_is_said():
+    """A reader who counts the words that follow a word finds it, a little below, as a few are seen seldom."""
+    text, entropy = corpus.sentences(6_000_000, 0)
+    assert entropy == pytest.approx(0.393, abs=1e-3)
+    words = text.view(-1, 6)
+    assert words[:, 5].eq(ord(" ")).all()
+    _, index = words.unique(dim=0, return_inverse=True)
+    pairs, counts = torch.stack([index[:-1], index[1:]]).unique(dim=1, return_counts=True)
+    of_first = torch.zeros(int(index.max()) + 1, dtype=torch.int64).index_add_(0, pairs[0], counts)
+    chances = counts / of_first[pairs[0]]
+    found = -(counts / len(words) * chances.log()).sum() / 6
+    assert 0.9 * entropy < found < entropy
 
 
 def test_the_digits_held_out_are_not_trained_on():
