@@ -27,7 +27,7 @@ def state_of(bits, **options):
 
 
 HELD = (
-    *("completes", "replicas_identical", "error_feedback_identity", "checkpoint_round_trip"),
+    *("completes", "replicas_identical", "checkpoint_round_trip"),
     *("nonfinite_seen_by_all", "held_back_comes_out", "bounded_memory"),
 )
 
