@@ -1,4 +1,4 @@
-"""Right hooks of seventeen kinds. `hook` of tests.testing.compressors runs all but PowerSGD's."""
+"""Right hooks of eighteen kinds. `hook` of tests.testing.compressors runs all but PowerSGD's."""
 
 from functools import partial
 
@@ -183,6 +183,21 @@ class EF21(Average):
         return self.process_group.size()
 
 
+num_steps = 0
+
+
+class CountsInItsModule(RandomK):
+    """The seed is a variable of this module."""
+
+    def start(self, bucket):
+        global num_steps
+        num_steps += bucket.is_last()
+        return super().start(bucket)
+
+    def permutation(self, numel):
+        return torch.randperm(numel, generator=torch.Generator().manual_seed(num_steps))
+
+
 def power_sgd(warm_start):
     return partial(
         powerSGD.PowerSGDState, matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=warm_start
@@ -205,6 +220,7 @@ RIGHT = {
     "random k": (hook, RandomK, {}),
     "predictor": (hook, Predictor, {}),
     "EF21": (hook, EF21, {"tracks": 1.0}),
+    "module's counter": (hook, CountsInItsModule, {}),
     "average": (hook, Average, {}),
     "unbiased random k": (hook, UnbiasedRandomK, {}),
     "own random k": (hook, OwnRandomK, {}),

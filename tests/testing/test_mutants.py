@@ -183,6 +183,7 @@ PLANTED = [
     (RANDOM_K, mutants.Unseeded, "deterministic"),
     (QUANTIZER, mutants.RoundedTwice, "unbiased"),
     (QUANTIZER, mutants.FromCallbacks, "completes"),
+    (QUANTIZER, mutants.DividedInASideCallback, "deterministic"),
 ]
 
 # Bugs in averages that are found although nothing is claimed: (mutant, property that finds it).
