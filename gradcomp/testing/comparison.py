@@ -95,8 +95,8 @@ def compare(
             outcomes = list(_outcomes(hook, make_state, workload))
             rows.append({"gradients": label, "hook": name, **_measures(outcomes)})
             for indices, outcome in zip(workload.buckets, outcomes, strict=True) if by_bucket else ():
-                shapes = ", ".join(str(list(workload.shapes[index])) for index in indices)
-                rows.append({"gradients": shapes, "hook": name, **_measures([outcome])})
+                label_of_bucket = ", ".join(str(list(workload.shapes[index])) for index in indices)
+                rows.append({"gradients": label_of_bucket, "hook": name, **_measures([outcome])})
     if not rows:
         raise ValueError("no hooks: give (name, hook, make_state) of each")
     return Comparison(rows)

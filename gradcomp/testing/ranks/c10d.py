@@ -105,7 +105,7 @@ def futures_by(
     On real ranks, too, one that waits for a future may go on before its callbacks run.
     """
     original, then = torch._C.Future.wait, torch._C.Future.then
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices: list[Any] = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
     def wait(future: Any) -> Any:
         pause(future)

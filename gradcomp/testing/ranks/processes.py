@@ -40,8 +40,8 @@ GUARD = 'if __name__ == "__main__":'
 
 def in_unguarded_script() -> bool:
     """Return whether the main module lacks a GUARD: new processes import it, and would run its work, too."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return bool(file) and Path(file).is_file() and "__name__" not in Path(file).read_text(errors="replace")
+    file = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    return file.is_file() and "__name__" not in file.read_text(errors="replace")
 
 
 class _Rank:
