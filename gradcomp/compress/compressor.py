@@ -131,14 +131,6 @@ class Compressor(ABC):
         """
 
     @classmethod
-    def claims(cls, options: Any) -> dict[str, Any]:
-        """Return promises that gradcomp.testing checks, as fields of its Claims by name.
-
-        Optional. The kit infers the fields that are missing.
-        """
-        return {}
-
-    @classmethod
     def collectives(cls, bucket: BucketSpec, options: Any) -> list[Collective]:
         """Return the collectives of a bucket's compressed step, in the order of `reduce`.
 

@@ -176,33 +176,6 @@ class PowerSGDCompressor(Compressor):
             )
 
     @classmethod
-    def claims(cls, options: PowerSGDOptions) -> dict[str, Any]:
-        has_start_bits = options.start_bits is not None
-        has_codes = options.is_quantized or has_start_bits
-        is_epsilon_free = not options.orthogonalization_epsilon
-        has_exact_rank = is_epsilon_free and not (has_codes or options.square)
-        is_exact = None if options.square or has_start_bits else partial(_is_uncompressed, options)
-        return {
-            **({"start": 0} if has_start_bits else {}),
-            "tolerance": None,
-            "precision": options.uncompressed_dtype if options.is_quantized else options.factor_dtype,
-            "exact_rank": options.matrix_approximation_rank if has_exact_rank else None,
-            "exact_shapes": is_exact,
-            "contraction": 0.0,
-            "error_feedback": options.use_error_feedback,
-            "unbiased": False,
-            "keeps_zeros": None if options.square else "lines",
-            "scale_equivariant": "rounding" if is_epsilon_free else None,
-            "rank_symmetric": not has_codes,
-            "bucket_insensitive": False,  # random directions of tensors without names
-            "max_magnitude": 2.0**100,  # factors must fit in fp32; they are squared in fp64
-            "checkpoint": "safe",
-            # The error; and factors, wires and fp64 scratch of (n + m) · r elements each, under n · m / 2
-            # if min_compression_rate is 2.
-            "memory": None if has_start_bits else 6.0,
-        }
-
-    @classmethod
     def warm_up(cls, bucket: BucketSpec, options: PowerSGDOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
         ops.compile_powersgd(
@@ -319,6 +292,3 @@ class PowerSGDCompressor(Compressor):
         self.plan.add_to_error(offset, values)
 
 
-def _is_uncompressed(options: PowerSGDOptions, shape: tuple[int, ...]) -> bool:
-    """Return whether tensors of this shape are averaged exactly in every dtype: fp64 compresses most."""
-    return not options.layout([shape], torch.float64).matrices

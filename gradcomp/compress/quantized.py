@@ -114,12 +114,6 @@ class QuantizedCompressor(Compressor):
         require_names(entry, ("error",))
 
     @classmethod
-    def claims(cls, options: QuantizedOptions) -> dict[str, Any]:
-        # A rank doesn't round its own shard, which 8 bits' tolerance allows for.
-        lossy = {"contraction": 0.0, "rank_symmetric": False} if options.bits <= 4 else {}
-        return {"checkpoint": "safe", **lossy}
-
-    @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
         """Compile the kernels that the bucket's steps will launch."""
         compile_operations(options.form, bucket)

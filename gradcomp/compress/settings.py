@@ -153,10 +153,6 @@ class ConfiguredState:
         self._given = self.process_group, require_ranks_per_node(value)
         self._expect_comparison()
 
-    def claims(self, options: Any) -> dict[str, Any]:
-        """Return what averages with these options promise; see Compressor.claims."""
-        return self._compressor.claims(options)
-
     @property
     def can_reduce_scatter(self) -> bool:
         """True if the state's compressor can reduce-scatter a ShardBucket."""

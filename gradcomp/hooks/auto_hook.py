@@ -74,26 +74,6 @@ class AutoOptions:
             raise ValueError(f"strongest is {strongest!r}, which is not one of the candidates {names}")
         return replace(self, candidates=names[: names.index(strongest) + 1])
 
-    def claims(self) -> dict[str, Any]:
-        """Return the claims that all candidates have."""
-        hooks = list(map(NamedHook.named, self.candidates))
-        dtypes = [hook.uncompressed_dtype for hook in hooks if hook.uncompressed_dtype is not None]
-        is_product = any(hook.compressor is PowerSGDCompressor for hook in hooks)
-        return {
-            "tolerance": None,
-            "precision": max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None),
-            "contraction": 0.0,
-            "error_feedback": True,
-            "unbiased": False,
-            "keeps_zeros": "lines" if is_product else "elements",
-            "scale_equivariant": "rounding",
-            "rank_symmetric": not any(hook.has_codes for hook in hooks),
-            "bucket_insensitive": False,  # random directions differ from bucket to bucket
-            "max_magnitude": 2.0**40,  # as inferred for lossy hooks
-            "checkpoint": None,  # after a load a trial begins again
-            "memory": None,  # the candidates of a trial need more or less
-        }
-
 
 class AutoState(CompressorState):
     """The state that auto_hook is registered with: finds out which compression pays, and uses it.
@@ -211,9 +191,6 @@ class AutoState(CompressorState):
 
     def compared_options(self) -> dict[str, Any]:
         return super().compared_options() | {"the trial": self._ended_trial(), "clock": self._clock.fault()}
-
-    def claims(self, options: AutoOptions) -> dict[str, Any]:
-        return options.claims()
 
     # --- steps ---
 

@@ -8,7 +8,7 @@ except ImportError as error:
 from gradcomp.testing import properties, strategies
 from gradcomp.testing.check import Failure, Report, Verdict, check_hook
 from gradcomp.testing.claims import Claims, Tolerance, claims_of
-from gradcomp.testing.compression import CompressionReport, compression_report
+from gradcomp.testing.comparison import Comparison, compare
 from gradcomp.testing.properties.subject import NonFiniteFailure, PropertyFailure
 from gradcomp.testing.ranks import CollectiveMismatch, RankError, run_ranks
 from gradcomp.testing.run import Run, run_hook
@@ -17,7 +17,7 @@ from gradcomp.testing.workload import RecordedWorkload, Workload
 __all__ = [
     "Claims",
     "CollectiveMismatch",
-    "CompressionReport",
+    "Comparison",
     "Failure",
     "NonFiniteFailure",
     "PropertyFailure",
@@ -30,7 +30,7 @@ __all__ = [
     "Workload",
     "check_hook",
     "claims_of",
-    "compression_report",
+    "compare",
     "properties",
     "run_hook",
     "run_ranks",

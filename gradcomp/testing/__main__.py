@@ -1,14 +1,18 @@
 """Check a hook from the command line: python -m gradcomp.testing my_hooks:top_k_hook my_hooks:TopKState"""
 
 import argparse
+import ast
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gradcomp.command_line import OneLineParser, find_callable, positive_int
 from gradcomp.testing.check import PROPERTIES, check_hook
+from gradcomp.testing.claims import claims_of
+from gradcomp.testing.comparison import compare
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -20,14 +24,31 @@ def _named(text: str) -> Callable[..., Any]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _compared(text: str) -> tuple[str, Any, Any]:
+    hook, _, make_state = text.partition(",")
+    return text, _named(hook), _named(make_state) if make_state else None
+
+
+def _claim(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as contraction=0.1") from None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print check_hook's report; return 1 if a property fails."""
+    """Print check_hook's report, and return 1 if a property fails; or print compare's table."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["compare"]:
+        return _compare(arguments[1:])
     description = "Check a communication hook's properties on simulated ranks, and print the report."
-    parser = OneLineParser(prog="python -m gradcomp.testing", description=description)
+    epilog = "python -m gradcomp.testing compare --help: a table of several hooks' errors and bytes"
+    parser = OneLineParser(prog="python -m gradcomp.testing", description=description, epilog=epilog)
     parser.add_argument("hook", type=_named, help="the hook, as module:name")
     text = "the function or class that makes a rank's state from its process group, as module:name"
     parser.add_argument("make_state", type=_named, nargs="?", help=text)
-    text = "number of ranks (default: 2 and 3, and 4 and 5 in some workloads)"
+    text = "number of ranks (default: 2 and 3, and 1, 4, 5 and 16 in some workloads)"
     parser.add_argument("--world-size", type=positive_int, metavar="W", help=text)
     text = "workloads drawn for each property (default: 25)"
     parser.add_argument("--examples", type=positive_int, default=25, metavar="N", help=text)
@@ -36,19 +57,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [each.name for each in PROPERTIES]
     text = f"check this property only; can be given several times: {', '.join(names)}"
     parser.add_argument("--only", action="append", default=[], choices=names, metavar="PROPERTY", help=text)
+    text = "change a claim; can be given several times"
+    parser.add_argument("--claim", action="append", default=[], type=_claim, metavar="NAME=VALUE", help=text)
+    text = "simulated ranks, or processes on gloo (default: simulated)"
+    parser.add_argument("--ranks", choices=("simulated", "gloo"), default="simulated", help=text)
     parser.add_argument("--no-processes", action="store_true", help="leave out the run in real processes")
     options = parser.parse_args(arguments)
+    claims = None
+    if options.claim:
+        try:
+            claims = claims_of(options.hook, options.make_state, ranks=options.ranks)
+            claims = replace(claims, **dict(options.claim))
+        except TypeError as error:
+            parser.error(f"argument --claim: {error}")
     report = check_hook(
         options.hook,
         options.make_state,
         world_size=options.world_size,
         max_examples=options.examples,
-        dtypes=[getattr(torch, name) for name in options.dtype or ("float32", "float64")],
+        claims=claims,
+        ranks=options.ranks,
+        dtypes=[getattr(torch, name) for name in options.dtype or ()] or None,
         only=options.only,
         processes=not options.no_processes,
     )
     print(report)
     return not report.ok
+
+
+def _compare(arguments: Sequence[str]) -> int:
+    description = "Compare hooks' errors and bytes on simulated ranks and gradients of several spectra."
+    parser = OneLineParser(prog="python -m gradcomp.testing compare", description=description)
+    text = "a hook as module:name, or module:name,module:name with the maker of its state"
+    parser.add_argument("hooks", type=_compared, nargs="+", metavar="HOOK", help=text)
+    parser.add_argument("--steps", type=positive_int, default=32, help="number of steps (default: 32)")
+    parser.add_argument("--world-size", type=positive_int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--csv", action="store_true", help="print CSV")
+    options = parser.parse_args(arguments)
+    table = compare(options.hooks, steps=options.steps, world_size=options.world_size)
+    print(table.csv() if options.csv else table)
+    return 0
 
 
 if __name__ == "__main__":

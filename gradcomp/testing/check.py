@@ -19,9 +19,9 @@ from hypothesis.strategies import SearchStrategy
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import properties
-from gradcomp.testing.claims import PROBED_STEPS, Claims
+from gradcomp.testing.claims import PROBE, PROBED_STEPS, Claims
 from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject
-from gradcomp.testing.ranks import RankError, start_processes
+from gradcomp.testing.ranks import RankError, in_unguarded_script, start_processes
 from gradcomp.testing.run import MakeState, Place, Ranks
 from gradcomp.testing.strategies import WORLD_SIZES, Drawn
 from gradcomp.testing.workload import RecordedWorkload, Workload
@@ -30,9 +30,6 @@ PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in p
 PHASES = (Phase.generate, Phase.shrink)
 REPEATED: Any = {"derandomize": True, "database": None, "deadline": None, "verbosity": Verbosity.quiet}
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
-OVERRIDE = (
-    "If the hook does not claim this, say so: claims=dataclasses.replace(claims_of(hook, make_state), ...)"
-)
 LONGEST_MESSAGE = 14  # lines; a longer one holds a traceback: its middle lines are left out
 MOST_SIMPLER = 40  # workloads that are tried to simplify a failing one
 
@@ -64,8 +61,7 @@ class Verdict:
     measured: the worst value that the property returned.
     num_examples: the number of workloads on which it holds.
     note: the name of the measured value, the failure's message, or the reason why it wasn't checked.
-    num_passed_over: further workloads, left out because the hook did not complete on them, or made averages
-        that were not finite.
+    num_passed_over: further workloads, on which the hook fails an earlier property that explains any failure.
     """
 
     outcome: Outcome
@@ -98,9 +94,7 @@ class Report:
     def raise_if_failed(self) -> None:
         """Raise PropertyFailure with the report unless ok."""
         if not self.ok:
-            # Every hook claims that it completes.
-            is_claimable = any(each.property != PROPERTIES[0].name for each in self.failures)
-            raise PropertyFailure(f"\n{self}" + (f"\n\n{OVERRIDE}" if is_claimable else ""))
+            raise PropertyFailure(f"\n{self}")
 
     def __str__(self) -> str:
         width = max(map(len, self.verdicts), default=0)
@@ -117,7 +111,7 @@ def check_hook(
     max_examples: int = 25,
     claims: Claims | None = None,
     ranks: Ranks = "simulated",
-    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
+    dtypes: Sequence[torch.dtype] | None = None,
     device: str = "cpu",
     only: Sequence[str] = (),
     processes: bool = True,
@@ -130,15 +124,16 @@ def check_hook(
         `completes`, with two strategies, draws twice as many, and expensive properties fewer.
     claims: the hook's claims; by default claims_of infers them from its state and a probe.
     ranks: "simulated", in this process; or "gloo", in processes: hook and make_state must be picklable then.
-    dtypes: the gradients' dtypes.
+    dtypes: the gradients' dtypes; by default float32 and float64, and in some workloads bfloat16, if the hook
+        runs in it.
     device: the gradients' device.
     only: the names of the properties to check; empty for all.
-    processes: check `same_in_processes`, for which hook and make_state must be importable by name.
+    processes: check `same_in_processes`, for which hook and make_state must be importable by name, and a
+        script guarded by `if __name__ == "__main__":`.
 
-    The same call draws the same workloads. A counter-example is the smallest that Hypothesis finds. If the
-    hook raises on some workloads, `completes` fails; if it makes inf or NaN of finite gradients,
-    `finite_in_finite_out`. The other properties pass over these workloads. If standard error is a terminal, a
-    line there shows the progress.
+    The same call draws the same workloads. A counterexample is the smallest that Hypothesis finds. Properties
+    pass over workloads on which `completes` or `finite_in_finite_out` fails. A line on standard error shows
+    the progress, if that is a terminal.
 
     Raises TypeError if make_state can't be called, ValueError for an unknown name in `only`.
     """
@@ -150,34 +145,44 @@ def check_hook(
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
     searched = [each for each in PROPERTIES if not only or each.name in only]
     subject = Subject(hook, make_state, claims, ranks, device)
-    limits = (WORLD_SIZES if world_size is None else (world_size,), dtypes, device)
-    in_processes = processes and properties.same_in_processes in searched
+    world_sizes = WORLD_SIZES if world_size is None else (world_size,)
+    limits = (world_sizes, dtypes or (torch.float32, torch.float64), device)
     try:
-        if in_processes:  # before anything else: a script that isn't guarded runs as far as here in each, too
-            start_processes(2)
+        if processes and properties.same_in_processes in searched and not in_unguarded_script():
+            start_processes(2)  # they start while this process works
         _show(f"{subject.name}: inferring its claims")
         try:
             drawn = Drawn(subject.claims, *limits)
-        except RankError as error:
-            drawn = Drawn(Claims(), *limits)
-            return _report_without_claims(replace(subject, given=Claims()), drawn, max_examples, error)
-        return _report(subject, searched, drawn, max_examples, in_processes)
+            half = replace(PROBE, dtype=torch.bfloat16, device=device)
+            if dtypes is not None or not subject.runs(half):
+                drawn = replace(drawn, left_out=("bf16",))
+        except RankError as error:  # the hook fails in the probe: when does it?
+            broken = replace(subject, given=Claims(start=PROBED_STEPS - 3))
+            report = _report(broken, PROPERTIES[:1], Drawn(broken.claims, *limits), max_examples)
+            if report.verdicts[PROPERTIES[0].name].outcome == "holds":
+                raise error
+            not_checked = Verdict("not checked", note="the hook does not complete")
+            verdicts = dict.fromkeys(known, not_checked) | report.verdicts
+            return replace(report, claims=None, verdicts=verdicts)
+        return _report(subject, searched, drawn, max_examples, processes)
     finally:
         _show("")
 
 
 def _report(
-    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, in_processes: bool
+    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, processes: bool = True
 ) -> Report:
     report = Report(subject.name, subject.claims)
     known: list[type[AssertionError]] = []
     for position, each in enumerate(searched, 1):
-        reason = each.reason(subject)
-        if each is properties.same_in_processes:
-            reason = subject.why_not_in_processes() if in_processes else "switched off"
-        if reason:
+        if reason := each.reason(subject):
             report.verdicts[each.name] = Verdict("not claimed", note=reason)
             continue
+        if each is properties.same_in_processes:
+            reason = subject.why_not_in_processes() if processes else "switched off"
+            if reason:
+                report.verdicts[each.name] = Verdict("not checked", note=reason)
+                continue
         search = _Search(each, subject, f"{position} of {len(searched)}, {each.name}", tuple(known))
         for strategy in each.workloads(drawn):
             if search.failure is None:
@@ -194,22 +199,12 @@ def _report(
             workload, message = search.failure.counterexample, search.failure.message
             if factor := subject.multiple_of_mean(workload):
                 message += f"; the output is {factor} × the mean"
+            if subject.make_state is None and "ProcessGroup' object has no attribute" in message:
+                message += "\nIs the hook's state missing? Without make_state it is the process group."
+            message += each.advice(subject, workload)
             test = _test(subject, each, workload)
             report.failures.append(replace(search.failure, message=message, test=test))
     return report
-
-
-def _report_without_claims(subject: Subject, drawn: Drawn, max_examples: int, error: RankError) -> Report:
-    """Report on a hook that raises `error` in the probe: check `completes` only, or raise `error`."""
-    completes = PROPERTIES[0]
-    search = _Search(completes, subject, f"fails in the probe, {completes.name}")
-    search.draw(drawn.any(extra_steps=PROBED_STEPS), max(max_examples, PROBED_STEPS))
-    search.confirm()
-    if search.first is None:
-        raise error
-    not_checked = Verdict("not checked", note="the hook does not complete")
-    verdicts = {**{each.name: not_checked for each in PROPERTIES}, completes.name: search.verdict()}
-    return Report(subject.name, None, verdicts, [search.failure] if search.failure else [])
 
 
 @dataclass
@@ -296,59 +291,41 @@ def _show(progress: str) -> None:
 # ---- a test that shows a failure without gradcomp.testing, in real processes on gloo
 
 TEST = """\
-import torch, torch.distributed as dist
+import gradcomp, tempfile, torch, torch.distributed as dist
 {imports}
 
-def check(rank, total=0.0):
-    dist.init_process_group("gloo", "tcp://127.0.0.1:29513", rank=rank, world_size={world_size})
+def check(rank, file, total=0.0):
+    dist.init_process_group("gloo", "file://" + file, rank=rank, world_size={world_size})
     state = {state}
-{average}
+    for step in range({num_steps}):
+        gradients = [{draw} for p in map(torch.zeros, {shapes})]
+        gradcomp.average_(gradients, {hook}, state)
         total += gradients[{index}].flatten()[{element}].item(){chosen}
     assert rank != {rank} or abs(total - {expected!r}) < {allowed:.2g}, total
 
-def test_{hook}(): torch.multiprocessing.spawn(check, nprocs={world_size})"""
-AVERAGE = """\
-    for step in range({num_steps}):
-        gradients = [{draw} for p in map(torch.zeros, {shapes})]
-        gradcomp.average_(gradients, {hook}, state)"""
-# Two backward passes, of half the gradients each, need a model.
-ACCUMULATED = """\
-    model = torch.nn.Sequential(torch.nn.ParameterList(torch.zeros(s, dtype={dtype}) for s in {shapes}))
-    model.forward = lambda: list(model[0])
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
-    ddp.register_comm_hook(state, {hook})
-    for step in range({num_steps}):
-        halves = [{draw} / 2 for p in model[0]]
-        ddp.zero_grad()
-        with ddp.no_sync(): torch.autograd.backward(ddp(), halves)
-        torch.autograd.backward(ddp(), halves)
-        gradients = [p.grad for p in model[0]]"""
-# A parameter's gradient in a step on a rank, without ties and with them.
-DRAWS = tuple(
-    f"((torch.arange(p.numel()).double() + 7 * rank) ** 2 + step).cos(){rounded}.view_as(p)"
-    for rounded in ("", ".pow(3).round()")
-)
+def test_{hook}(): torch.multiprocessing.spawn(check, [tempfile.mktemp()], {world_size})"""
+# A parameter's gradient in a step on a rank.
+DRAW = "((torch.arange(p.numel()).double() + 7 * rank) ** 2 + step).cos().view_as(p)"
 
 
 def _test(subject: Subject, failed: Property, workload: Workload) -> str:
     """Write a test for a failure that gradients show which a test can draw, too; "" if they don't.
 
-    Only for a workload of one bucket, as DDP forms others by its own rules, and for a hook and a maker of its
-    state that can be imported by name.
+    Only for a workload of one bucket and one backward pass, and for a hook and a maker of its state that can
+    be imported by name.
     """
     named = [each for each in (subject.hook, subject.make_state) if each is not None]
     is_importable = all("<" not in getattr(each, "__qualname__", "<") for each in named)
-    if not (failed.copyable and is_importable and len(workload.buckets) == 1):
+    is_plain = len(workload.buckets) == 1 and not workload.accumulated
+    if not (failed.copyable and is_importable and is_plain):
         return ""
-    for draw in (f"{each}.to({workload.dtype})" for each in DRAWS):
-        drawn = _redrawn(workload, draw)
-        try:
-            failed.measured(subject, drawn)
-        except PropertyFailure as failure:
-            if failure.place is not None:
-                return _copyable_test(named, drawn, draw, failure.place)
-        except RankError:
-            pass
+    draw = f"{DRAW}.to({workload.dtype})"
+    drawn = _redrawn(workload, draw)
+    try:
+        failed.measured(subject, drawn)
+    except (PropertyFailure, RankError) as failure:
+        if place := getattr(failure, "place", None):
+            return _copyable_test(named, drawn, draw, place)
     return ""
 
 
@@ -362,33 +339,29 @@ def _redrawn(workload: Workload, draw: str) -> Workload:
         ]
         for step in range(max(2, workload.steps))
     ]
-    kept = {name: getattr(workload, name) for name in ("zero_steps", "accumulated", "device")}
-    return replace(RecordedWorkload.of(drawn, workload.buckets), noise=1.0, **kept)
+    recorded = RecordedWorkload.of(drawn, workload.buckets)
+    return replace(recorded, noise=1.0, zero_steps=workload.zero_steps, device=workload.device)
 
 
 def _copyable_test(named: Sequence[Any], workload: Workload, draw: str, place: Place) -> str:
-    """Return the text of a test that fails: the sum of averages at a place differs from the expected one.
+    """Return the text of a test that fails: the sum of averages at a place isn't the expected one.
 
     Half of the difference is allowed. named: the hook, and the maker of its state if there is one.
     """
-    num_steps, shapes = place.steps.stop, list(workload.shapes)
+    num_steps = place.steps.stop
     if place.period:
         draw = draw.replace("step", f"step % {place.period}")
     elif workload.zero_steps:
         draw += f" * (step < {workload.steps})"
     hook, *of_state = (each.__qualname__ for each in named)
-    imports = [f"from {each.__module__} import {each.__qualname__}" for each in named]
-    if not workload.accumulated:
-        imports.insert(0, "import gradcomp")
-    average = (ACCUMULATED if workload.accumulated else AVERAGE).format(
-        dtype=workload.dtype, shapes=shapes, hook=hook, num_steps=num_steps, draw=draw
-    )
     return TEST.format(
-        imports="\n".join(imports),
+        imports="\n".join(f"from {each.__module__} import {each.__qualname__}" for each in named),
         world_size=workload.world_size,
         state="".join(f"{name}(dist.group.WORLD)" for name in of_state) or "dist.group.WORLD",
         hook=hook,
-        average=average,
+        num_steps=num_steps,
+        draw=draw,
+        shapes=list(workload.shapes),
         index=place.index,
         element=place.element,
         chosen="" if place.steps == range(num_steps) else f" * (step in {place.steps})",

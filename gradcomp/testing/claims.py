@@ -15,6 +15,9 @@ from torch import Tensor
 from gradcomp.comm.bucket import Hook
 from gradcomp.compress import CompressorState
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
+from gradcomp.compress.quantized import QuantizedOptions
+from gradcomp.hooks.auto_hook import AutoOptions
+from gradcomp.hooks.named_hooks import NamedHook
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import CheckpointError, ErrorsOf, MakeState, Ranks, Run, reload, run_hook
 from gradcomp.testing.workload import Shape, Workload
@@ -23,6 +26,11 @@ from gradcomp.testing.workload import Shape, Workload
 LARGEST_OF_LOSSY = 2.0**40
 # In float16: elements of factors may be up to √numel times as large as the gradient's.
 LARGEST_OF_LOSSY_FP16 = 2.0**8
+# Sums of over a hundred of these fit in float32 and bfloat16.
+LARGEST_OF_SUMS = 2.0**120
+
+
+Zeros = Literal["elements", "lines", "rounded lines"] | None
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -36,11 +44,10 @@ class Tolerance:
 
     |output − mean| ≤ 2 · W · (relative · magnitude + absolute)
 
-    The magnitude is the largest |gradient| of all ranks. The factor is 2 · W because W addends and their
-    partial sums are rounded once each, and none is larger than the magnitude.
+    The magnitude is the largest |gradient| of all ranks. W addends and their partial sums are rounded once
+    each, and none is larger than the magnitude.
 
-    relative: the error of one rounding, as a fraction of the magnitude.
-    absolute: the error of one rounding, whatever the magnitude.
+    relative, absolute: the error of one rounding, as a fraction of the magnitude and whatever it is.
     of: where the magnitude is taken: at the same element, or in the whole bucket.
     """
 
@@ -83,15 +90,17 @@ class Claims:
         it compensates its own rounding.
     feedback_precision: the coarsest dtype of gradients that enter error feedback, or of kept errors.
     errors_of(state): a rank's errors by bucket index, each flat like its bucket.
+    tracks: for a gradient that stays the same, the outputs approach this multiple of the mean; for methods
+        whose sums differ from the gradients' sums: EF21 and a decaying error (1), momentum (more than 1).
     density: the mean fraction of a bucket's elements that a rank sends in a step. The others wait.
     unbiased: the expectation of the output is the mean.
     keeps_zeros: elements that have been 0 on every rank in every step so far are exactly 0 in the average.
-        "elements": all such elements. "lines": only those of a row or column that has been 0 throughout, as
-        in a product of two factors; plain steps and tensors of exact shapes still keep every element.
-    scale_equivariant: multiplying all gradients by 2^k multiplies the outputs by 2^k, "bitwise" or within
-        "rounding".
+        "elements": all such elements. "lines": only rows and columns of them, as in a product of two factors;
+        "rounded lines" up to rounding errors. Plain steps and tensors of exact shapes keep every element.
+    scale_equivariant: multiplying all gradients by 2^k multiplies the outputs by 2^k.
     rank_symmetric: the outputs don't depend on which rank has which gradients.
     bucket_insensitive: the outputs don't depend on the assignment of tensors to buckets.
+    shows_nonfinite: inf or NaN on one rank is seen in the outputs on every rank, and not after its step.
     max_magnitude: outputs are finite if the ranks' mean |gradient| is at most this at every element.
     checkpoint: "safe" if torch.load's safe default can reload a state; "any" if some way of `reload` can.
     memory: the largest ratio of the bytes of a state's tensors to the bytes of the gradients.
@@ -106,12 +115,14 @@ class Claims:
     error_feedback: bool = False
     feedback_precision: torch.dtype = torch.float64
     errors_of: Callable[[Any], Mapping[int, Tensor]] | None = None
+    tracks: float | None = None
     density: float = 1.0
     unbiased: bool = False
-    keeps_zeros: Literal["elements", "lines"] | None = None
-    scale_equivariant: Literal["bitwise", "rounding"] | None = None
+    keeps_zeros: Zeros = None
+    scale_equivariant: bool = False
     rank_symmetric: bool = False
     bucket_insensitive: bool = False
+    shows_nonfinite: bool = True
     max_magnitude: float = LARGEST_OF_LOSSY
     checkpoint: Literal["safe", "any"] | None = None
     memory: float | None = None
@@ -131,7 +142,7 @@ class Claims:
     def feedback_roundoff(self, dtype: torch.dtype) -> float:
         """Return the unit roundoff that error feedback doesn't compensate in a bucket of this dtype.
 
-        A lossy hook may round to its own precision, too. A hook that averages compensates that rounding.
+        A hook that averages compensates the rounding to its own precision, a lossy one may not.
         """
         rounded = unit_roundoff(dtype) if self.tolerance else self.unit_roundoff(dtype)
         return max(rounded, unit_roundoff(self.feedback_precision))
@@ -161,8 +172,7 @@ class Claims:
     def steps_until_sent(self, numel: int) -> int:
         """Return the number of steps after which each of a bucket's elements has been sent.
 
-        If a rank sends random elements, one of them is left with probability (1 − density)^steps. Hooks that
-        send the largest ones, or take turns, need fewer steps.
+        A random element is left with probability (1 − density)^steps; the largest, or those in turn, sooner.
         """
         return math.ceil(math.log(FALSE_ALARM / max(1, numel)) / math.log1p(-min(self.density, 0.5)))
 
@@ -171,7 +181,7 @@ class Claims:
 FALSE_ALARM = 1e-6
 # The steps of the probe, which infers claims. Compression that starts later must be claimed.
 PROBED_STEPS = 8
-PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, seed=7)
+PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, masked=0.25, seed=7)
 LONGEST_START = 16
 # A hook of 8 bits counts as one that averages if ‖output − mean‖ / ‖mean‖ is at most this.
 AVERAGES_WITHIN = 0.05
@@ -181,10 +191,9 @@ _TORCHS_ERRORS: ErrorsOf = attrgetter("error_dict")
 def claims_of(
     hook: Hook, make_state: MakeState = None, device: str = "cpu", ranks: Ranks = "simulated"
 ) -> Claims:
-    """Return the claims that a hook's compressor declares, and infer the others from a probe.
+    """Return a hook's claims: DECLARED for gradcomp's compressors and torch's PowerSGD, others by a probe.
 
-    A CompressorState's compressor declares claims; see Compressor.claims. torch's PowerSGDState has those of
-    gradcomp's PowerSGD. The probe is eight steps of random gradients, on this device, on two ranks.
+    The probe is eight steps of random gradients, on this device, on two ranks.
 
     A hook averages if its outputs fit the tolerance of float32, float16, bfloat16 or 8 bits, tried in this
     order. It also averages if a step that fits one of the first three follows a step that doesn't: no
@@ -195,7 +204,8 @@ def claims_of(
     probe's matrix: these are taken for errors. A lossy hook then claims contraction, too, unless there are
     twice as many: then its outputs depend on more than gradient + error, for example on a prediction.
     Otherwise it claims to be unbiased, because a biased compressor without error feedback need not converge
-    (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019).
+    (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019), unless its outputs don't depend on the
+    gradients' scale: signs are no average.
 
     Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
     Raises ValueError if a state starts to compress after more than 16 steps, RankError if the hook fails.
@@ -208,17 +218,23 @@ def claims_of(
             f"{name} is {start}: every example would run that many plain steps first. Test with a state that "
             f"starts earlier, for example {name}=2"
         )
-    claims = _inferred(hook, run_hook(hook, make_state, replace(PROBE, device=device), ranks=ranks), start)
+    probe, run = replace(PROBE, device=device), partial(run_hook, hook, make_state, ranks=ranks)
+    claims = _inferred(hook, unchanged := run(probe), start)
+    if claims.unbiased:
+        scaled = run(replace(probe, log2_factor=8))
+        pairs = zip(unchanged.each_output(claims.start), scaled.each_output(claims.start), strict=True)
+        if all(torch.equal(one.average, other.average) for one, other in pairs):
+            claims = replace(claims, unbiased=False, scale_equivariant=False)
     if make_state is None:
         return claims
+    promised, errors_of = declared(hook, state)
     # A state may hold wires and scratch buffers, and errors.
     memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
-    declared, errors_of = _declared(hook, state)
-    coarsest = max(claims.precision, declared.get("precision") or torch.float64, key=unit_roundoff)
-    found = {"checkpoint": checkpoint, "memory": memory, **declared, "precision": coarsest}
+    coarsest = max(claims.precision, promised.get("precision") or torch.float64, key=unit_roundoff)
+    found = {"checkpoint": checkpoint, "memory": memory, **promised, "precision": coarsest}
     claims = replace(claims, **found)
     if errors_of is not None and start is not None and (claims.is_lossy or claims.error_feedback):
-        found["start"] = declared.get("start", start)
+        found["start"] = promised.get("start", start)
     if claims.is_lossy and coarsest == torch.float16:
         found["max_magnitude"] = LARGEST_OF_LOSSY_FP16
     return replace(claims, **found, errors_of=errors_of if claims.error_feedback else None)
@@ -236,19 +252,85 @@ def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> t
     return state, None
 
 
-def _declared(hook: Hook, state: Any) -> tuple[dict[str, Any], ErrorsOf | None]:
+# ---- what gradcomp's compressors claim
+
+
+def _of_powersgd(options: PowerSGDOptions) -> dict[str, Any]:
+    has_start_bits = options.start_bits is not None
+    has_codes = options.is_quantized or has_start_bits
+    is_epsilon_free = not options.orthogonalization_epsilon
+    has_exact_rank = is_epsilon_free and not (has_codes or options.square)
+    # fp64 compresses most: what it averages exactly is averaged exactly in every dtype.
+    is_exact = None if options.square or has_start_bits else partial(_is_uncompressed, options)
+    return {
+        **({"start": 0} if has_start_bits else {}),
+        "precision": options.uncompressed_dtype if options.is_quantized else options.factor_dtype,
+        "exact_rank": options.matrix_approximation_rank if has_exact_rank else None,
+        "exact_shapes": is_exact,
+        "contraction": 0.0,
+        "error_feedback": options.use_error_feedback,
+        "unbiased": False,
+        "keeps_zeros": None if options.square else "lines",
+        "scale_equivariant": is_epsilon_free,
+        "rank_symmetric": not has_codes,
+        "max_magnitude": 2.0**100,  # factors must fit in fp32; they are squared in fp64
+        "checkpoint": "safe",
+        # The error; and factors, wires and fp64 scratch of (n + m) · r elements each, under n · m / 2
+        # if min_compression_rate is 2.
+        "memory": None if has_start_bits else 6.0,
+    }
+
+
+def _is_uncompressed(options: PowerSGDOptions, shape: Shape) -> bool:
+    return not options.layout([shape], torch.float64).matrices
+
+
+def _of_quantized(options: QuantizedOptions) -> dict[str, Any]:
+    # A rank doesn't round its own shard, which 8 bits' tolerance allows for.
+    return {"contraction": 0.0, "rank_symmetric": False} if options.bits <= 4 else {}
+
+
+def _of_auto(options: AutoOptions) -> dict[str, Any]:
+    """Return the claims that all candidates have."""
+    hooks = list(map(NamedHook.named, options.candidates))
+    dtypes = [hook.uncompressed_dtype for hook in hooks if hook.uncompressed_dtype is not None]
+    has_factors = any(hook.compressor is PowerSGDCompressor for hook in hooks)
+    return {
+        "tolerance": None,
+        "precision": max(dtypes, key=unit_roundoff, default=None),
+        "contraction": 0.0,
+        "error_feedback": True,
+        "unbiased": False,
+        "keeps_zeros": "lines" if has_factors else "elements",
+        "scale_equivariant": True,
+        "rank_symmetric": not any(hook.has_codes for hook in hooks),
+        "bucket_insensitive": False,  # random directions differ from bucket to bucket
+        "max_magnitude": LARGEST_OF_LOSSY,
+        "checkpoint": None,  # after a load a trial begins again
+        "memory": None,  # the candidates of a trial need more or less
+    }
+
+
+DECLARED: dict[type, Callable[[Any], dict[str, Any]]] = {
+    PowerSGDOptions: _of_powersgd,
+    QuantizedOptions: _of_quantized,
+    AutoOptions: _of_auto,
+}
+
+
+def declared(hook: Hook, state: Any) -> tuple[dict[str, Any], ErrorsOf | None]:
     """Return the claims of gradcomp's or torch's state, and the function that reads its errors, or None."""
     is_square = "batched_powerSGD_hook" in _names(hook)
     if isinstance(state, CompressorState):
         options = replace(state.options, square=True) if is_square else state.options
-        return state.claims(options), CompressorState.errors_of_buckets
+        declare = DECLARED.get(type(options))
+        return declare(options) if declare else {}, CompressorState.errors_of_buckets
     if not hasattr(state, "q_memory_dict"):
         return {}, _TORCHS_ERRORS if hasattr(state, "error_dict") else None
     names = [each.name for each in fields(PowerSGDOptions) if hasattr(state, each.name)]  # torch's names, too
     options = PowerSGDOptions(**{name: getattr(state, name) for name in names}, square=is_square)
     # torch's hook squares factors in their own dtype.
-    claims = {**PowerSGDCompressor.claims(options), "max_magnitude": LARGEST_OF_LOSSY}
-    return claims, _TORCHS_ERRORS
+    return {**_of_powersgd(options), "max_magnitude": LARGEST_OF_LOSSY}, _TORCHS_ERRORS
 
 
 def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
@@ -270,7 +352,7 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
     tolerance = None
     if None not in fits or averages_later:
         start, tolerance = 0, Tolerance.rounding(precision)
-    if tolerance is None and _fits_eight_bits(run):
+    if tolerance is None and all(_fits(run, step, Tolerance.levels(8)) for step in range(PROBED_STEPS)):
         tolerance = Tolerance.levels(8)
         if keeps_errors:
             # The first rounded step shows the precision. Later a 16-bit hook may feed back an error that is
@@ -282,7 +364,7 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
         precision = torch.float64  # in fp32, the probe shows no rounding finer than fp32's
     max_magnitude = LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
     if tolerance is not None and tolerance.of == "element":
-        max_magnitude = torch.finfo(precision).max * 0.99
+        max_magnitude = min(torch.finfo(precision).max * 0.99, LARGEST_OF_SUMS)
     return Claims(
         tolerance=tolerance,
         precision=precision,
@@ -292,8 +374,8 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
         feedback_precision=wrapped if keeps_errors else torch.float64,
         density=_density(run, start),
         unbiased=not (averages or keeps_errors),
-        keeps_zeros="elements",
-        scale_equivariant="bitwise" if tolerance == Tolerance.rounding(torch.float32) else "rounding",
+        keeps_zeros=_kept_zeros(run, start),
+        scale_equivariant=True,
         rank_symmetric=averages or keeps_errors,  # without errors, ranks may draw different random numbers
         bucket_insensitive=averages,
         max_magnitude=max_magnitude,
@@ -301,29 +383,46 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
 
 
 def _fits(run: Run, step: int, tolerance: Tolerance) -> bool:
-    """Return whether the averages of a step on rank 0 are within the tolerance."""
-    outputs = zip(run.outputs[step][0], run.workload.mean(step), strict=True)
-    return all(
-        bool(((average.double() - mean).abs() <= tolerance.allowed(run.workload, step, index)).all())
-        for index, (average, mean) in enumerate(outputs)
-    )
-
-
-def _fits_eight_bits(run: Run) -> bool:
-    """Return whether the averages on rank 0 fit 8 bits in every step, and are near the means in norm."""
-    for step, outputs in enumerate(run.outputs):
-        means = run.workload.mean(step)
-        lost = math.hypot(*(float((o - m).norm()) for o, m in zip(outputs[0], means, strict=True)))
-        size = math.hypot(*(float(mean.norm()) for mean in means))
-        if lost > AVERAGES_WITHIN * size or not _fits(run, step, Tolerance.levels(8)):
-            return False
-    return True
+    """Return whether rank 0's averages of a step are within the tolerance, and for levels near the means."""
+    means, outputs = run.workload.mean(step), run.outputs[step][0]
+    off = [average.double() - mean for average, mean in zip(outputs, means, strict=True)]
+    allowed = [tolerance.allowed(run.workload, step, index) for index in range(len(off))]
+    lost, size = (math.hypot(*(float(tensor.norm()) for tensor in each)) for each in (off, means))
+    if tolerance.of == "bucket" and lost > AVERAGES_WITHIN * size:
+        return False
+    return all(bool((each.abs() <= limit).all()) for each, limit in zip(off, allowed, strict=True))
 
 
 def _density(run: Run, start: int) -> float:
-    """Return the mean fraction of nonzero averages, divided by W: ranks may send different elements."""
-    sent = [float((each.average != 0).double().mean()) for each in run.each_output(start) if not each.index]
-    return max(sum(sent) / max(1, len(sent)) / run.workload.world_size, 1e-3)
+    """Return nonzero averages / nonzero means / W: ranks may send different elements."""
+    outputs = [each for each in run.each_output(start) if not each.index]
+    sent, given = (
+        sum(int(tensor.count_nonzero()) for tensor in tensors)
+        for tensors in ([each.average for each in outputs], [each.mean for each in outputs])
+    )
+    return max(sent / given / run.workload.world_size, 1e-3)
+
+
+def lines(zero: Tensor) -> Tensor:
+    """Keep only the elements in rows or columns of only zeros; none in a vector."""
+    if zero.ndim < 2:
+        return torch.zeros_like(zero)
+    matrix = zero.flatten(1)
+    return (matrix.all(1, keepdim=True) | matrix.all(0)).view(zero.shape)
+
+
+def _kept_zeros(run: Run, start: int) -> Zeros:
+    """Infer Claims.keeps_zeros: None if zeros come out as large as other elements, as after a rotation.
+
+    Smaller values at zeros are taken for errors.
+    """
+    outputs = [each for each in run.each_output(start) if not each.index]
+    averages = torch.stack([each.average.double() for each in outputs])
+    zero = outputs[0].mean == 0  # in every step
+    of_lines, of_zeros, others = (averages[:, each] for each in (lines(zero), zero, ~zero))
+    if of_lines.abs().amax() <= 1e-6 * others.abs().amax():
+        return "rounded lines" if of_zeros.any() else "elements"
+    return None if of_zeros.square().mean() > others.square().mean() / 64 else "elements"
 
 
 def _names(hook: Any) -> str:

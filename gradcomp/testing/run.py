@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradcomp.comm.announcement import silenced
 from gradcomp.comm.bucket import GradBucket, Hook, result_of
+from gradcomp.command_line import in_words
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.workload import Workload
 
@@ -75,8 +76,8 @@ class Run:
 
     outputs[step][rank][index]: the averages, in the tensors' shapes.
     errors[step][rank][index]: the hook's errors after a step; [] per rank without errors_of.
-    state_bytes[step][rank]: the bytes of the tensors that the state holds after a step.
-    state_numels[step][rank]: the number of elements of the state's floating-point tensors.
+    state_bytes, state_numels[step][rank]: the bytes of the tensors that the state holds after a step, and the
+        number of elements of its floating-point tensors.
     wire_bytes[step][rank]: the bytes that a rank handed to collectives in a step; 0, uncounted, on gloo.
     random_numbers[step][rank]: numbers that the user's program draws after a step, from torch's and Python's
         generators.
@@ -96,11 +97,6 @@ class Run:
             for rank, averages in enumerate(self.outputs[step]):
                 for index, average in enumerate(averages):
                     yield Output(self.workload, step, rank, index, average)
-
-    def mean_error(self, step: int) -> list[Tensor]:
-        """Return the ranks' mean errors after a step in float64, by tensor index; zeros for step -1."""
-        ranks = self.errors[step] if step >= 0 else [[torch.zeros_like(t) for t in self.errors[0][0]]]
-        return [torch.stack(tensors).double().mean(0) for tensors in zip(*ranks, strict=True)]
 
 
 def run_hook(
@@ -123,10 +119,8 @@ def run_hook(
 
     make_state: make_state(process_group) makes a rank's state. None if the state is the process group.
     ranks, schedule: see run_ranks. On "gloo" all arguments must be picklable.
-    checkpoint_at: the step before which the state is saved and loaded; see `reload`. None: in no step.
-    safe_checkpoint: load with torch.load's safe default only.
-    errors_of: errors_of(state) returns errors by bucket index, each flat like its bucket. A missing bucket
-        has no errors.
+    checkpoint_at, safe_checkpoint: the step before which the state is saved and loaded, by `reload(safe=…)`.
+    errors_of: errors_of(state) returns errors by bucket index, each flat like its bucket; none if missing.
     seed: a rank's generators start with this seed plus its rank.
 
     Raises RankError if a rank fails, also if its state can't be loaded.
@@ -188,6 +182,8 @@ def _steps(
             bucket = GradBucket(bucket_index, buffer, owned[bucket_index], is_last=is_last)
             futures.append(hook(state, bucket))
         results = [result_of(future, hook, buffers[i]) for i, future in enumerate(futures)]
+        if any(parameter.detach().count_nonzero() for parameter in parameters):
+            raise ValueError("the hook changed a parameter: it may change the buffer only")
         averages = [result.detach().to(workload.dtype) for result in results]
         errors = errors_of(state) if errors_of else {}
         errors_by_bucket = [errors.get(i, torch.zeros_like(buffer)) for i, buffer in enumerate(buffers)]
@@ -216,42 +212,29 @@ def _by_index(workload: Workload, buckets: Sequence[Sequence[int]], flat: list[T
 def reload(
     state: Any, make_state: Callable[[Any], Any], process_group: dist.ProcessGroup, *, safe: bool = True
 ) -> Any:
-    """Save a state, load it, and return the loaded one.
+    """Save a state, load it, and return the loaded one, its `process_group` attribute being the given one.
 
-    This tries torch.save and torch.load with its safe default. If that fails and `safe` is False, it tries
-    state_dict() and load_state_dict() on a new state. For a state without these methods it tries
-    torch.load(weights_only=False) instead. A loaded `process_group` attribute is set to the given one.
+    safe: by torch.save and torch.load with its safe default. Otherwise by state_dict() and load_state_dict()
+        of a new state; a state without these by torch.load(weights_only=False).
 
-    Raises CheckpointError if every permitted way fails.
+    Raises CheckpointError if that fails.
     """
     can_not = f"{type(state).__name__} can't be saved and loaded"
     what = "torch.save and torch.load (safe default)" if safe else can_not
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # PowerSGD states warn that process groups are not saved
     try:
-        loaded = _reloaded(state, make_state, process_group, safe)
+        if safe or not hasattr(state, "load_state_dict"):
+            loaded = _saved_and_loaded(state, weights_only=safe)
+        else:
+            loaded = make_state(process_group)
+            loaded.load_state_dict(_saved_and_loaded(state.state_dict(), weights_only=False))
     except Exception as error:  # a state's own methods may raise anything
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        raise CheckpointError(f"{what}: {type(error).__name__}: {first_line}") from error
+        raise CheckpointError(f"{what}: {in_words(error)}") from error
     finally:
         logging.disable(disabled)
     if hasattr(loaded, "process_group"):
         loaded.process_group = process_group
-    return loaded
-
-
-def _reloaded(
-    state: Any, make_state: Callable[[Any], Any], process_group: dist.ProcessGroup, safe: bool
-) -> Any:
-    try:
-        return _saved_and_loaded(state, weights_only=True)
-    except Exception:
-        if safe:
-            raise
-    if not hasattr(state, "load_state_dict"):
-        return _saved_and_loaded(state, weights_only=False)
-    loaded = make_state(process_group)
-    loaded.load_state_dict(_saved_and_loaded(state.state_dict(), weights_only=False))
     return loaded
 
 
@@ -269,8 +252,8 @@ _FOREIGN = (type, ModuleType, BuiltinFunctionType, dist.ProcessGroup, torch.nn.P
 def tensors_in(state: Any) -> list[Tensor]:
     """Find the tensors reachable from a state, one per storage.
 
-    The search goes through containers, attributes, closures and partials. It skips objects that the state
-    doesn't own: process groups, parameters, Python modules.
+    The search goes through containers, attributes, closures and partials, and skips what the state doesn't
+    own: process groups, parameters, Python modules.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()

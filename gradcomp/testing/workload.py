@@ -24,8 +24,8 @@ class Workload:
     buckets: the indices of each bucket's tensors, in the order in which buckets are averaged; () for one
         bucket with all tensors.
     rearranged: as in DDP, the first step has one bucket with all tensors; later steps have `buckets`.
-    spectra: the singular values of each tensor's signal. The last entry holds for all further tensors. A
-        tensor is a matrix, its first dimension against the others.
+    spectra: the singular values of each tensor's signal, a matrix of its first dimension against the others.
+        The last entry holds for all further tensors.
 
         flat        all the same                    power_law   1, 1/2, 1/3, ...
         low_rank    `rank` equal ones, then 0       clustered   one in four 1, the others 1/100
@@ -35,8 +35,8 @@ class Workload:
     log2_scale: the rms of each tensor's signal is 2 to this power. The last entry holds for all further
         tensors; () for 0.
     sparsity: the fraction of rows (in a vector: of elements) that are 0, the same rows on every rank.
-    noise: the rms of a rank's noise over the signal's rms. In a low-rank matrix the noise is in the span of
-        the signal's columns and rows, so the mean has the signal's rank.
+    noise: the rms of a rank's noise over the signal's rms; in a low-rank matrix in the span of the signal's
+        columns and rows, so the mean has the signal's rank.
     drift: the distance of a step's gradient from the first step's, from 0 (equal) to 1 (entirely new).
     seed: of the random numbers.
 
@@ -47,12 +47,11 @@ class Workload:
     zero_steps: the number of steps with zero gradients at the end.
     period: the gradients of the first `period` steps repeat; 0 for no repetition.
     accumulated: a gradient comes in two backward passes, half in each, as under DDP's no_sync.
-    groups: the number of disjoint process groups of `world_size` ranks in the world. The first one is
-        measured. The others have the negative gradients.
+    groups: the number of disjoint process groups of `world_size` ranks. The first one is measured. The others
+        have the negative gradients.
     masked: the fraction of a tensor's elements that are 0 on every rank in every step, like the gradients of
-        pruned weights. Half that fraction of a matrix's rows, and of its columns, is 0, too.
-    poison: (step, rank, index, value): the middle element of tensor `index` is set to `value`, for example
-        inf, in that step on that rank.
+        pruned weights; and half that fraction of a matrix's rows, and of its columns.
+    poison: (step, rank, index, value): the middle element of tensor `index` is `value`, for example inf.
     device: the device of the hook's buckets; all other tensors are on the CPU.
 
     A gradient depends on the recipe only. It is drawn in float64, multiplied, and rounded to dtype.
@@ -137,8 +136,6 @@ class Workload:
             scale = self.log2_scale[min(index, len(self.log2_scale) - 1) :][:1]
             spectrum = self.spectra[min(index, len(self.spectra) - 1) :][:1]
             yield replace(self, shapes=(shape,), buckets=(), log2_scale=scale, spectra=spectrum)
-        if len(self.buckets) > 1:
-            yield replace(self, buckets=())
         for index, shape in enumerate(self.shapes):
             halved = ((shape[0] + 1) // 2, *shape[1:])
             if halved != shape:

@@ -125,7 +125,7 @@ def test_errors_go_on_with_other_nodes(bits, before, after):
 
 # Properties of errors, replicas and states: what nodes change. The others are checked deep.
 HELD = (
-    *("completes", "replicas_identical", "error_feedback_identity", "held_back_comes_out"),
+    *("completes", "replicas_identical", "held_back_comes_out"),
     *("nonfinite_seen_by_all", "checkpoint_round_trip", "bounded_memory"),
 )
 

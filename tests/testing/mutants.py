@@ -145,6 +145,16 @@ class WholeBucket(TopK):
         return [bucket.buffer()]
 
 
+class DividedInASideCallback(Compressor):
+    """A rank that waits for the returned future may go on before the sum is divided."""
+
+    def start(self, bucket):
+        buffer, size = bucket.buffer(), self.process_group.size()
+        summed = dist.all_reduce(buffer, group=self.process_group, async_op=True).get_future()
+        summed.then(lambda _: buffer.div_(size))
+        return summed
+
+
 class FromCallbacks(Compressor):
     """The largest value of all ranks is reduced first; that collective's callback issues the average."""
 

@@ -1,4 +1,4 @@
-"""Right hooks of thirteen kinds. `hook` of tests.testing.compressors runs all but PowerSGD's."""
+"""Right hooks of eighteen kinds. `hook` of tests.testing.compressors runs all but PowerSGD's."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.hooks import powerSGD_hook as powerSGD
-from tests.testing.compressors import Average, Compressor, RandomK, TopK, hook
+from tests.testing.compressors import Average, Compressor, OwnRandomK, RandomK, TopK, UnbiasedRandomK, hook
 
 
 class Keyed(Compressor):
@@ -161,13 +161,49 @@ class Predictor(Keyed):
         return output, sent
 
 
+class EF21(Average):
+    """The largest quarter of the difference to the last estimate is sent. The mean estimate is output."""
+
+    def __init__(self, process_group):
+        super().__init__(process_group)
+        self.estimates, self.means = {}, {}
+
+    def average(self, bucket):
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            for kept in (self.estimates, self.means):
+                kept.setdefault(id(parameter), torch.zeros_like(gradient).view(-1))
+            off = gradient.view(-1) - self.estimates[id(parameter)]
+            indices = TopK.indices(self, off)
+            self.estimates[id(parameter)][indices] += off[indices]
+            for theirs, values in TopK.gathered(self, indices, off[indices]):
+                self.means[id(parameter)].index_add_(0, theirs, values / self.shares())
+            gradient.copy_(self.means[id(parameter)].view_as(gradient))
+
+    def shares(self):
+        return self.process_group.size()
+
+
+num_steps = 0
+
+
+class CountsInItsModule(RandomK):
+    """The seed is a variable of this module."""
+
+    def start(self, bucket):
+        global num_steps
+        num_steps += bucket.is_last()
+        return super().start(bucket)
+
+    def permutation(self, numel):
+        return torch.randperm(numel, generator=torch.Generator().manual_seed(num_steps))
+
+
 def power_sgd(warm_start):
     return partial(
         powerSGD.PowerSGDState, matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=warm_start
     )
 
 
-NO_AVERAGE = {"unbiased": False, "keeps_zeros": None, "scale_equivariant": None}
 # name: (hook, make_state, changes to the inferred claims)
 RIGHT = {
     "stale threshold": (hook, StaleThreshold, {}),
@@ -176,11 +212,16 @@ RIGHT = {
     "scaled sign": (hook, ScaledSign, {}),
     "round robin": (hook, RoundRobin, {}),
     "natural compression": (hook, Natural, {}),
-    "majority sign": (hook, MajoritySign, NO_AVERAGE),
+    "majority sign": (hook, MajoritySign, {}),
     "feedback on the owner": (hook, FeedbackOnTheOwner, {"error_feedback": False}),
     "PowerSGD": (powerSGD.powerSGD_hook, power_sgd(True), {}),
     "PowerSGD, cold start": (powerSGD.powerSGD_hook, power_sgd(False), {}),
     "top k": (hook, TopK, {}),
     "random k": (hook, RandomK, {}),
     "predictor": (hook, Predictor, {}),
+    "EF21": (hook, EF21, {"tracks": 1.0}),
+    "module's counter": (hook, CountsInItsModule, {}),
+    "average": (hook, Average, {}),
+    "unbiased random k": (hook, UnbiasedRandomK, {}),
+    "own random k": (hook, OwnRandomK, {}),
 }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import gradcomp.ops
 from benchmarks.kit_verdicts import OURS, TORCHS, main, table
-from gradcomp.hooks import debugging_hooks, default_hooks
+from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.testing import PropertyFailure, Workload, check_hook, claims_of, properties
 from tests.depth import everyday
@@ -38,7 +38,7 @@ def test_our_hooks_hold_what_they_claim(name):
     if OURS[name][1] is None:
         assert "bucket_insensitive" in held
     else:
-        assert held >= {"error_feedback_identity", "held_back_comes_out"}
+        assert "held_back_comes_out" in held
         # What a state of auto_hook keeps depends on the candidate in use, and after a load on the first one.
         kept = {"checkpoint_round_trip", "bounded_memory"}
         assert held & kept == (set() if name == "auto" else kept)
@@ -51,7 +51,7 @@ def test_our_hooks_hold_what_they_claim(name):
 
 @pytest.mark.usefixtures("plain_torch")
 def test_auto_hook_holds_what_changes_with_its_candidates():
-    only = ["completes", "replicas_identical", "averages", "error_feedback_identity", "nonfinite_seen_by_all"]
+    only = ["completes", "replicas_identical", "averages", "held_back_comes_out", "nonfinite_seen_by_all"]
     check_hook(*OURS["auto"], max_examples=1, only=only).raise_if_failed()
 
 
@@ -68,8 +68,7 @@ def test_zeros_stay_zeros_in_every_kind_of_block(name):
 @pytest.mark.parametrize("name", everyday(ON_KERNELS, OURS))
 def test_our_kernels_too(name, monkeypatch, device):
     """Under the interpreter, or on the GPU, hooks are checked on few and small workloads."""
-    only = ["averages", "replicas_identical", "exact_up_to_rank", "error_feedback_identity"]
-    only += ["nonfinite_seen_by_all"]
+    only = ["averages", "replicas_identical", "exact_up_to_rank", "nonfinite_seen_by_all"]
     device = device.type
     workload = Workload(((9, 8), (3,)), steps=4, noise=1.0, drift=0.5, device=device)
     hook, make_state = OURS[name]
@@ -87,8 +86,7 @@ def test_our_kernels_too(name, monkeypatch, device):
 @pytest.mark.usefixtures("plain_torch")
 def test_three_ranks_and_other_dtypes():
     dtypes = (torch.float64, torch.bfloat16, torch.float16)
-    only = ["averages", "error_feedback_identity", "exact_up_to_rank", "finite_in_finite_out"]
-    only += ["rank_permutation"]
+    only = ["averages", "exact_up_to_rank", "finite_in_finite_out", "rank_permutation"]
     options = {"world_size": 3, "max_examples": everyday(2, 6), "dtypes": dtypes, "only": only}
     for name in ("allreduce", "PowerSGD r=1"):
         check_hook(*OURS[name], **options).raise_if_failed()
@@ -107,7 +105,7 @@ def test_torchs_defects_are_found_by_search():
     assert 0 < report.verdicts["averages"].num_examples < 25
     assert "more passed over" in str(report)
     with pytest.raises(
-        PropertyFailure, match=r"(?s)completes fails for\n  Workload\(.*claims=dataclasses.replace"
+        PropertyFailure, match=r"(?s)completes fails for\n  Workload\(.*dataclasses.replace\(claims_of"
     ):
         report.raise_if_failed()
 
@@ -154,11 +152,6 @@ def test_the_report_and_that_it_repeats():
         check_hook(default_hooks.fp16_compress_hook, only=["convergence"])
 
 
-def test_hooks_that_do_not_average_are_told_so():
-    report = check_hook(debugging_hooks.noop_hook, max_examples=6, only=["replicas_identical", "unbiased"])
-    assert [failure.property for failure in report.failures] == ["replicas_identical", "unbiased"]
-
-
 @pytest.mark.usefixtures("plain_torch")
 def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     options = {"max_examples": 2, "only": ["completes", "averages"]}
@@ -168,13 +161,11 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)
     check_hook(default_hooks.allreduce_hook, **options)
+    assert "\n" not in terminal.getvalue()
     lines = terminal.getvalue().split("\r")
     assert "allreduce_hook: 2 of 2, averages, example 2" in [line.strip() for line in lines]
-    assert "\n" not in terminal.getvalue()
-    assert max(map(len, lines)) < 80
-    # The last line is overwritten with blanks, and the next output starts at its beginning.
-    assert (lines[-3].strip() != "", lines[-2].strip(), lines[-1]) == (True, "", "")
-    assert len(lines[-2]) >= len(lines[-3].rstrip())
+    assert {len(line) for line in lines} == {79, 0}
+    assert (lines[-2].strip(), lines[-1]) == ("", "")  # it is overwritten with blanks
 
 
 @pytest.mark.usefixtures("plain_torch")
@@ -184,11 +175,6 @@ def test_the_command_line(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["### gradcomp", ""]
     assert [line.split("|")[1].strip() for line in lines[4:-1]] == ["averages", "contraction"]
-
-
-def test_on_real_processes():
-    only = ["completes", "averages", "replicas_identical"]
-    check_hook(default_hooks.allreduce_hook, max_examples=2, ranks="gloo", only=only).raise_if_failed()
 
 
 def with_another_name(state, gradients):
@@ -206,9 +192,9 @@ def with_another_result(state, bucket) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("hook", "said"),
     [
-        (with_another_name, "second parameter must be called bucket; its signature is (state, gradients)"),
-        (with_a_string, "its bucket's annotation is 'dist.GradBucket', but must be <class"),
-        (with_another_result, "its result's annotation is <class 'torch.Tensor'>, but must be"),
+        (with_another_name, "must be hook(state, bucket): KeyError: 'bucket'"),
+        (with_a_string, "bucket annotation should be dist.GradBucket"),
+        (with_another_result, "return annotation should be torch.futures.Future[torch.Tensor]"),
     ],
 )
 def test_a_signature_that_ddp_refuses(hook, said):

@@ -53,10 +53,10 @@ def test_the_documented_top_k_hook(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("plain_torch")
-def test_the_documented_compression_report(capsys):
+def test_the_documented_comparison(tmp_path, monkeypatch, capsys):
     text = DOCS.read_text().partition("## How much a hook keeps")[2]
     source, table = re.findall(r"```(?:python)?\n(.*?)```", text, flags=re.DOTALL)[:2]
-    exec(source, {})
+    exec(source, vars(example(monkeypatch, tmp_path, "top_k")))
     assert without_numbers(capsys.readouterr().out) == without_numbers(table)
 
 

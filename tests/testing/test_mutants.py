@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import Phase
 
 from gradcomp.hooks import default_hooks, powerSGD_hook
-from gradcomp.testing import NonFiniteFailure, Tolerance, Workload, check_hook, claims_of, properties
+from gradcomp.testing import NonFiniteFailure, Workload, check_hook, claims_of, properties
 from tests.depth import everyday
 from tests.testing import compressors, mutants, wrong_averages
 
@@ -152,7 +152,7 @@ MATRIX_GROUP, PLAN = "gradcomp.cpu.powersgd.MatrixGroup", "gradcomp.cpu.powersgd
 # (hook, planted bug, property that finds it). A bug is a mutant of the hook's compressor, or (gradcomp's
 # function to replace, the function that makes the replacement).
 PLANTED = [
-    (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", error_dropped), "error_feedback_identity"),
+    (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", error_dropped), "held_back_comes_out"),
     (POWER_SGD, (f"{PLAN}.project", sum_for_mean), "averages"),
     (POWER_SGD, (f"{PLAN}.back_project", divided_twice), "exact_up_to_rank"),
     (POWER_SGD, (f"{PLAN}.orthonormalize", not_orthonormal), "contraction"),
@@ -183,6 +183,7 @@ PLANTED = [
     (RANDOM_K, mutants.Unseeded, "deterministic"),
     (QUANTIZER, mutants.RoundedTwice, "unbiased"),
     (QUANTIZER, mutants.FromCallbacks, "completes"),
+    (QUANTIZER, mutants.DividedInASideCallback, "deterministic"),
 ]
 
 # Bugs in averages that are found although nothing is claimed: (mutant, property that finds it).
@@ -240,14 +241,6 @@ def test_a_wrong_average_is_found_though_nothing_is_claimed(bug, by):
     assert "Traceback" not in failure.message
 
 
-@pytest.mark.parametrize("sound", [compressors.Average, compressors.UnbiasedRandomK, compressors.OwnRandomK])
-def test_right_averages_pass_though_nothing_is_claimed(sound):
-    report = check_hook(compressors.hook, sound, max_examples=3)
-    report.raise_if_failed()
-    assert report.verdicts["zero_stays_zero"].outcome == "holds"
-    assert (report.verdicts["unbiased"].outcome == "holds") == issubclass(sound, compressors.UnbiasedRandomK)
-
-
 def test_a_direction_that_is_not_normal_is_found(monkeypatch):
     """From the second compressed step on, P scales with the gradients' square: a factor of 2^90 overflows."""
     claims = replace(claims_of(POWER_SGD.hook, power_sgd), max_magnitude=2.0**100)
@@ -260,7 +253,7 @@ def test_a_direction_that_is_not_normal_is_found(monkeypatch):
         properties.finite_in_finite_out(*case, claims=claims)
 
 
-SOUND = [POWER_SGD, RANK_1, RANK_16, FP16, TOP_K, TOP_K_OF_THREE, RANDOM_K, QUANTIZER]
+SOUND = [POWER_SGD, RANK_1, RANK_16, FP16, TOP_K, TOP_K_OF_THREE, RANDOM_K, QUANTIZER, INT8]
 
 
 @pytest.mark.parametrize("sound", everyday([POWER_SGD, TOP_K_OF_THREE, QUANTIZER], SOUND))
@@ -269,13 +262,6 @@ def test_without_a_bug_all_holds(sound):
     finders = {by for planted_in, _, by in PLANTED if planted_in == sound}
     report = check(sound, finders, max_examples=everyday(2, 5))
     assert {by for by, verdict in report.verdicts.items() if verdict.outcome == "holds"} == finders, report
-
-
-def test_an_int8_hook_with_error_feedback_passes():
-    report = check_hook(compressors.hook, compressors.Int8, max_examples=everyday(2, 25))
-    report.raise_if_failed()
-    assert report.claims.tolerance == Tolerance.levels(8)
-    assert {report.verdicts[name].outcome for name in ("averages", "held_back_comes_out")} == {"holds"}
 
 
 def test_what_is_kept_and_is_no_error():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from gradcomp.testing import Claims, Workload, strategies
+from gradcomp.testing import Workload, strategies
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SETTINGS = settings(max_examples=500, derandomize=True, database=None, deadline=None)
@@ -48,17 +48,3 @@ def test_they_shrink_to_something_readable():
 )
 def test_every_kind_is_drawn(wanted):
     find(strategies.workloads(), wanted, settings=settings(SETTINGS, phases=[Phase.generate]))
-
-
-def test_buckets():
-    assert strategies.buckets_of(4) == ((0, 1, 2, 3),)
-    assert strategies.buckets_of(4, [False, True, False]) == ((0, 1), (2, 3))
-    assert strategies.buckets_of(4, [True] * 9, reverse=True) == ((3,), (2,), (1,), (0,))
-
-
-@given(strategies.Drawn(Claims(start=2), (2,), [torch.float32], "cpu").poisoned())
-@settings(SETTINGS, max_examples=20)
-def test_poisons(workload):
-    step, rank, index, value = workload.poison
-    assert (step <= 3, rank < 2, index) == (True, True, 0)
-    assert not math.isfinite(value)

@@ -108,13 +108,6 @@ def test_masked_elements_are_zero_in_every_step():
     assert Workload(((1, 1),), masked=0.5).gradients(0, 0)[0] == 0
 
 
-def test_gradients_that_repeat():
-    workload = Workload(((6, 5),), steps=5, noise=1.0, drift=1.0, period=2)
-    first, second, *others = (workload.gradients(step, 1)[0] for step in range(5))
-    assert not torch.equal(first, second)
-    assert all(map(torch.equal, others, (first, second, first)))
-
-
 def test_modifiers():
     workload = Workload(((6, 5), (5,)), world_size=3, steps=2, noise=1.0)
     swapped = replace(workload, order=(2, 0, 1), log2_factor=-3, zero_steps=1, poison=(1, 0, 1, math.nan))

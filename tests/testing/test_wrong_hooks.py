@@ -21,11 +21,16 @@ def finder_of(wrong):
     return FINDERS.get(wrong, "held_back_comes_out")
 
 
+def right_of(wrong):
+    """Return the right hook's state, and the changes to its claims."""
+    return next((make, changes) for _, make, changes in RIGHT.values() if make in wrong.__mro__)
+
+
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 def test_a_wrong_hook_fails_on_a_small_workload_and_the_right_one_does_not(wrong):
     check = getattr(properties, finder_of(wrong))
-    right = next(make_state for _, make_state, _ in RIGHT.values() if make_state in wrong.__mro__)
-    claims = claims_of(hook, right)
+    right, changes = right_of(wrong)
+    claims = replace(claims_of(hook, right), **changes)
     check(hook, right, WRONG[wrong], claims=claims)
     with pytest.raises(PropertyFailure, match=f"^{finder_of(wrong)}: "):
         check(hook, wrong, WRONG[wrong], claims=claims)
@@ -33,8 +38,10 @@ def test_a_wrong_hook_fails_on_a_small_workload_and_the_right_one_does_not(wrong
 
 @pytest.mark.parametrize("wrong", everyday([wrong_hooks.DefaultGroup], list(WRONG)))
 def test_a_wrong_hook_is_found_at_the_default_settings(wrong):
-    only = everyday([finder_of(wrong)], [])
-    assert finder_of(wrong) in [failure.property for failure in check_hook(hook, wrong, only=only).failures]
+    only, (_, changes) = everyday([finder_of(wrong)], []), right_of(wrong)
+    claims = replace(claims_of(hook, wrong), **changes) if changes else None
+    report = check_hook(hook, wrong, only=only, claims=claims)
+    assert finder_of(wrong) in [failure.property for failure in report.failures]
 
 
 @pytest.mark.parametrize("name", everyday(["round robin"], list(RIGHT)))
@@ -47,26 +54,22 @@ def test_a_right_hook_is_not_accused(name):
 
 def test_the_command_line(capsys):
     names = ["tests.testing.compressors:hook", "tests.testing.wrong_hooks:SeedsTheGlobalGenerator"]
-    options = ["--examples", "1", "--only", "random_state_kept", "--dtype", "float64", "--no-processes"]
+    options = ["--examples", "1", "--only", "random_state_kept", "--claim", "density=0.4", "--no-processes"]
     assert main([*names, *options]) == 1
     assert "expected torch's global generator to go on from the user's seed" in capsys.readouterr().out
     for wrong, message in (
         (["nothing:here"], "name 'nothing:here': module 'nothing' fails: ModuleNotFoundError"),
         ([*names, "--only", "foo"], "argument --only: invalid choice: 'foo'"),
+        ([*names, "--claim", "foo"], "argument --claim: 'foo' is not NAME=VALUE"),
     ):
         assert message in refusal(capsys, main, wrong)
-
-
-def test_a_hook_that_is_no_average_needs_claims():
-    right, make_state, _ = RIGHT["majority sign"]
-    report = check_hook(right, make_state, max_examples=2, only=["unbiased"])
-    assert "claimed unbiased True; " in str(report)
 
 
 def test_a_wrong_claim_is_named():
     claims = replace(claims_of(hook, TopK), contraction=0.9)
     (failure,) = check_hook(hook, TopK, max_examples=3, claims=claims, only=["contraction"]).failures
     assert failure.message.startswith("contraction: claimed contraction 0.9; got 0.")
+    assert "If that is intended, claim contraction=None: dataclasses.replace(claims_of(" in failure.message
 
 
 def test_a_test_to_copy_fails_without_the_kit(tmp_path, run_ranks):
@@ -91,4 +94,4 @@ def run_copied(rank, text):
     text = "\n".join(line for line in text.splitlines() if "init_process_group" not in line)
     scope = {}
     exec(text, scope)
-    scope["check"](rank)
+    scope["check"](rank, "")

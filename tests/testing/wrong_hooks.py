@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gradcomp.testing import Workload
 from tests.testing.compressors import RandomK, TopK
-from tests.testing.right_hooks import Predictor, StaleThreshold
+from tests.testing.right_hooks import EF21, Predictor, StaleThreshold
 
 
 class TailNeverSent(RandomK):
@@ -105,6 +105,47 @@ class LastAveragePredicted(Predictor):
     weight = 1.0
 
 
+class ParametersChanged(TopK):
+    def average(self, bucket):
+        super().average(bucket)
+        for parameter, average in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            parameter.data.sub_(average, alpha=0.1)
+
+
+class OrderOfASet(TopK):
+    """The order of a set of names differs between processes."""
+
+    def average(self, bucket):
+        gradients = bucket.gradients()
+        for name in {str(position) for position in range(len(gradients))}:
+            self.mean(gradients[int(name)])
+
+
+class NinthRankSkipped(TopK):
+    def gathered(self, *tensors):
+        return super().gathered(*tensors)[:8]
+
+
+class SentFourTimesIn16Bits(TopK):
+    def gathered(self, *tensors):
+        return super().gathered(*tensors) * (4 if tensors[-1].dtype == torch.bfloat16 else 1)
+
+
+class FailsAlone(TopK):
+    def indices(self, total):
+        return super().indices(total)[: total.numel() // (self.process_group.size() - 1)]
+
+
+class ErrorLostAfter200Steps(RandomK):
+    def total(self, gradient, error):
+        return super().total(gradient, torch.zeros_like(error) if self.step == 200 else error)
+
+
+class SummedEF21(EF21):
+    def shares(self):
+        return 1
+
+
 class WithScratch(TopK):
     """The state has a buffer besides its errors, as many have: no contraction is inferred."""
 
@@ -146,10 +187,22 @@ WRONG = {
     LastAveragePredicted: Workload(((4,),), steps=3, zero_steps=63),
     SentTwice: Workload(((4,),), zero_steps=95),
     ErrorsBySize: Workload(((8,), (8,)), ((0,), (1,)), steps=5, noise=1.0, drift=1.0, zero_steps=119),
+    ParametersChanged: Workload(((2,),)),
+    OrderOfASet: Workload(((4,),) * 8),
+    NinthRankSkipped: Workload(((1, 24),), world_size=9, zero_steps=119),
+    SentFourTimesIn16Bits: Workload(((8,),), dtype=torch.bfloat16),
+    FailsAlone: Workload(((2,),), world_size=1),
+    ErrorLostAfter200Steps: Workload(((8,),), steps=202, drift=1.0, zero_steps=119),
+    SummedEF21: Workload(((8,),)),
 }
 # The property that must find it, if not "held_back_comes_out".
 FINDERS = {
     SeedsTheGlobalGenerator: "random_state_kept",
     SeedFromAString: "same_in_processes",
     DefaultGroup: "stays_in_its_group",
+    ParametersChanged: "completes",
+    OrderOfASet: "same_in_processes",
+    SentFourTimesIn16Bits: "contraction",
+    FailsAlone: "completes",
+    SummedEF21: "tracks_the_mean",
 }

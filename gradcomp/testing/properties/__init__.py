@@ -15,9 +15,9 @@ from .accuracy import averages, contraction, exact_up_to_rank, unbiased, zero_st
 from .memory import (
     bounded_memory,
     checkpoint_round_trip,
-    error_feedback_identity,
     held_back_comes_out,
     no_error_where_exact,
+    tracks_the_mean,
 )
 from .robustness import (
     bucket_insensitive,
@@ -46,8 +46,8 @@ __all__ = [  # noqa: RUF022
     "zero_stays_zero",
     "exact_up_to_rank",
     "contraction",
-    "error_feedback_identity",
     "held_back_comes_out",
+    "tracks_the_mean",
     "no_error_where_exact",
     "unbiased",
     "scale_equivariant",

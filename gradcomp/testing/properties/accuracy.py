@@ -10,9 +10,10 @@ from itertools import accumulate, pairwise
 from statistics import NormalDist
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp.testing.claims import FALSE_ALARM, Claims, Tolerance
+from gradcomp.testing.claims import FALSE_ALARM, Claims, Tolerance, lines, unit_roundoff
 from gradcomp.testing.run import Output, Place, Run
 from gradcomp.testing.workload import Workload
 
@@ -35,6 +36,12 @@ ROUNDINGS_OF_FACTORS = {
     torch.float16: 2.0**8,
     torch.bfloat16: 2.0**6,
 }
+
+
+def roundings_of_factors(claims: Claims, dtype: torch.dtype) -> float:
+    return ROUNDINGS_OF_FACTORS[max(dtype, claims.precision, key=unit_roundoff)] * claims.unit_roundoff(dtype)
+
+
 # The rounding errors of a step, in unit roundoffs: of M = gradient + error, of the output, of error =
 # M − output, and on the wire.
 ROUNDINGS_OF_A_STEP = 8
@@ -42,7 +49,7 @@ ROUNDINGS_OF_A_STEP = 8
 
 @property_of(
     unclaimed=lambda claims: "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else "",
-    listed=lambda drawn: drawn.listed("ties", "four", "five", "various", "long"),
+    listed=lambda drawn: drawn.listed("ties", "four", "five", "various", "long", "sixteen", "bf16"),
     measure="error / tolerance ≤",
     copyable=True,
 )
@@ -54,8 +61,8 @@ def averages(subject: Subject, workload: Workload) -> Iterator[float]:
     W addends and their partial sums are rounded to the dtype on the wire, with unit roundoff u and subnormal
     spacing s (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2). The magnitude is
     the largest |gradient| of the ranks; see Tolerance. A lossy hook is checked in its plain steps, and for
-    tensors of its exact shapes. Roundings cancel in a large number of elements, but a wrong factor, for
-    example 1.01, doesn't. So all averages are also checked together; see `_require_factor_one`.
+    tensors of its exact shapes. All averages are also checked together, as a wrong factor, for example 1.01,
+    doesn't cancel as roundings do.
 
     Yields error / tolerance; nothing if the hook claims no average of the workload.
     """
@@ -78,10 +85,9 @@ def averages(subject: Subject, workload: Workload) -> Iterator[float]:
 def _require_factor_one(checked: Sequence[tuple[Output, Tensor, Tolerance]]) -> None:
     """Raise PropertyFailure if ⟨output, mean⟩ / ‖mean‖² of rank 0's outputs differs from 1 beyond rounding.
 
-    The factor may differ from 1 by a rounding of every element, as a hook may round towards zero, plus five
-    standard deviations of a sum of independent errors, each as large as allowed. Equal means may have equal
-    errors, so only different means count as independent. Tensors may differ by orders of magnitude, so each
-    is divided by the largest error allowed in it.
+    Allowed are a rounding of every element, as a hook may round towards zero, plus five standard deviations
+    of a sum of independent errors, each as large as allowed. Equal means count once, as their errors may be
+    equal. Tensors may differ by orders of magnitude: each is divided by the largest error allowed in it.
 
     checked: outputs, the error allowed in each element, and the tolerance.
     """
@@ -123,8 +129,8 @@ def zero_stays_zero(subject: Subject, workload: Workload) -> None:
     """An element that has been 0 on every rank in every step so far is exactly 0 in the average.
 
     Otherwise pruned weights come back although their gradients are masked. If claims.keeps_zeros is "lines",
-    only rows and columns that have been 0 throughout are checked. In plain steps and in tensors of exact
-    shapes, every element is checked.
+    only rows and columns of zeros are checked outside of plain steps and exact shapes. "rounded lines" may be
+    ROUNDINGS_OF_FACTORS times the tensor's largest element.
     """
     claims, run = subject.claims, subject.finite_run(workload)
     zero = [torch.ones(shape, dtype=torch.bool, device="cpu") for shape in workload.shapes]
@@ -133,22 +139,16 @@ def zero_stays_zero(subject: Subject, workload: Workload) -> None:
         if output.rank == 0:
             zero[index] &= (workload.stacked(step)[index] == 0).all(0)
         every_element = claims.keeps_zeros == "elements" or _is_plain(claims, workload, step, index)
-        kept = zero[index] if every_element else _lines(zero[index])
-        changed = kept & (average != 0)
+        kept, limit = zero[index] if every_element else lines(zero[index]), 0.0
+        if claims.keeps_zeros == "rounded lines" and average.numel():
+            limit = roundings_of_factors(claims, workload.dtype) * float(average.abs().amax())
+        changed = kept & (average.abs() > limit)
         if changed.any():
             raise PropertyFailure(
                 f"{output}, element {int(changed.flatten().nonzero()[0])}: expected 0, as its gradient has "
                 f"been 0 on every rank in every step so far; got {average[changed][0].item():.6g}; "
                 f"{int(changed.sum())} of {int(kept.sum())} such elements are not 0"
             )
-
-
-def _lines(zero: Tensor) -> Tensor:
-    """Keep only the elements in rows or columns of only zeros; none in a vector."""
-    if zero.ndim < 2:
-        return torch.zeros_like(zero)
-    matrix = zero.flatten(1)
-    return (matrix.all(1, keepdim=True) | matrix.all(0)).view(zero.shape)
 
 
 @property_of(
@@ -159,9 +159,8 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
 
     ‖output − mean‖_F ≤ c · u · max ‖gradient‖_F
 
-    The hook projects on r random directions, and P = M Q spans the columns of M if rank M ≤ r (Vogels et al.,
-    PowerSGD, NeurIPS 2019, section 3). c allows for the condition number of P: 2^20 in float64, 2^10 in
-    float32, 2^8 in float16, 2^6 in bfloat16. The workload's spectra are replaced by low_rank with rank r.
+    P = M Q spans the columns of M if rank M ≤ r (Vogels et al., PowerSGD, NeurIPS 2019, section 3). c allows
+    for P's condition number; see ROUNDINGS_OF_FACTORS. The spectra are replaced by low_rank with rank r.
 
     Yields error / tolerance.
     """
@@ -177,8 +176,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
         zero_steps=0,
     )
     run = subject.finite_run(workload)
-    coarser = max(workload.dtype, claims.precision, key=lambda dtype: torch.finfo(dtype).eps)
-    roundings = ROUNDINGS_OF_FACTORS[coarser] * claims.unit_roundoff(workload.dtype)
+    roundings = roundings_of_factors(claims, workload.dtype)
     for output in run.each_output(claims.start):
         allowed = roundings * workload.norm(output.step, output.index)
         allowed += claims.underflow(workload, output.index)
@@ -188,7 +186,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
 
 @property_of(
     "contraction",
-    listed=lambda drawn: [*drawn.odd(), *drawn.listed("various", "long")],
+    listed=lambda drawn: [*drawn.odd(), *drawn.listed("various", "long", "bf16")],
     measure="δ ≥",
     worst=min,
 )
@@ -196,14 +194,12 @@ def contraction(subject: Subject, workload: Workload) -> Iterator[float]:
     """‖M − C(M)‖² ≤ (1 − δ) ‖M‖² for every bucket M, and C(0) = 0.
 
     Error feedback needs such a δ-contraction (Karimireddy et al., Error Feedback Fixes SignSGD, ICML 2019,
-    assumption A). All ranks get the same gradients. Then M is the mean and C(M) the output, whether a hook
-    compresses every rank's gradient or their sum. With error feedback M includes the held-back error; see
-    `BucketSteps`. This error is known only if the ranks are symmetric: otherwise only the first compressed
-    step is checked.
+    assumption A). All ranks get the same gradients: M is the mean and C(M) the output, whether a hook
+    compresses every rank's gradient or their sum. With error feedback M includes the held-back error, which
+    is known for symmetric ranks only: for others the first compressed step is checked.
 
-    δ is claims.contraction. With 0, an output is no farther from the gradient than zero is. Random
-    compressors fulfill that in every step, while a larger δ may be an expectation. The rounding allowed is
-    the held-back error's plus 4 u ‖M‖.
+    δ is claims.contraction: 0 holds in every step of random compressors, too, while more may be an
+    expectation. The rounding allowed is the held-back error's plus 4 u ‖M‖.
 
     Yields the δ found; nothing for zero gradients.
     """
@@ -237,12 +233,10 @@ class BucketSteps:
 
     name: rank, bucket and tensors, for messages.
     indices: the bucket's tensors.
-    means: [step, element], the ranks' mean gradients.
-    outputs: [step, element], the hook's averages on this rank.
-    held: [steps + 1, element]; held[i] is Σ means − Σ outputs before step i, held[-1] after the last step.
-        With error feedback it is the mean of the ranks' errors.
-    rounding: [steps + 1]; rounding[i] is the rounding error allowed at an element of held[i]. Every step adds
-        8 u times the largest elements of the gradients and of the held-back errors before and after the step.
+    means, outputs: [step, element], the ranks' mean gradients, and the hook's averages on this rank.
+    held: [steps + 1, element]; held[i] is Σ means − Σ outputs before step i: the mean of the ranks' errors.
+    rounding: [steps + 1], the rounding error allowed at an element of held. Every step adds 8 u times the
+        largest elements of the gradients and of the held-back errors before and after the step.
     """
 
     name: str
@@ -284,14 +278,14 @@ def place_in(numels: Iterable[int], element: int) -> tuple[int, int]:
     return position, element - starts[position]
 
 
-# The most compressed steps that `unbiased` runs, and elements of these steps together.
-NUM_STEPS, NUM_ELEMENTS = 512, 1 << 22
+# The most compressed steps that `unbiased` runs, on all ranks together, and elements of these steps.
+NUM_STEPS, NUM_STEPS_OF_RANKS, NUM_ELEMENTS = 512, 2048, 1 << 22
 
 
 @property_of(
     "unbiased",
-    workloads=lambda drawn: [drawn.any(max_numel=64, num_tensors=(1, 2), noises=(0.1, 1.0))],
-    listed=lambda drawn: drawn.listed("probed", "ties", "four", "five", "long", "large"),
+    workloads=lambda drawn: [drawn.any(max_numel=64, num_tensors=(1, 2), noise=st.sampled_from((0.1, 1.0)))],
+    listed=lambda drawn: drawn.listed("probed", "ties", "four", "five", "long", "large", "sixteen", "bf16"),
     fraction=0.3,
     copyable=True,
     measure="t ≤",
@@ -299,23 +293,22 @@ NUM_STEPS, NUM_ELEMENTS = 512, 1 << 22
 def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     """The expectation of the output is the mean.
 
-    Two gradients take turns in 512 steps, or fewer if the workload is large. So a hook that outputs the
-    previous step's average deviates, too. Each pair of steps is one draw. Draws are independent if the hook
-    draws new random numbers in every step.
-    One half of the draws, chosen at random, yields the direction d of the outputs' deviation from the mean.
-    The other half, n draws, yields
+    Two gradients take turns in 512 steps, or fewer if the workload is large: a hook that outputs the previous
+    step's average deviates, too. Each pair of steps is a draw, independent if the hook draws new random
+    numbers in every step. One half of the draws, chosen at random, yields the direction d of the outputs'
+    deviation from the mean. The other half, n draws, yields
 
         t = mean(⟨output − mean, d⟩) / (their standard deviation / √n)
 
     The property fails if t is above a quantile of Student's distribution of n − 1 degrees of freedom
-    (one-sided; the quantile is approximated by Abramowitz and Stegun 26.7.5). An unbiased hook fails with a
-    probability of about 1e-6, as the mean of n such sums is almost normal. A bias within rounding is allowed.
-    The property doesn't apply to hooks with error feedback: their steps depend on each other.
+    (Abramowitz and Stegun 26.7.5): an unbiased hook with a probability of about 1e-6. A bias within rounding
+    is allowed.
 
     Yields t.
     """
     claims = subject.claims
-    num_steps = min(NUM_STEPS, NUM_ELEMENTS // workload.numel(*range(len(workload.shapes))) // 4 * 4)
+    numel = workload.numel(*range(len(workload.shapes)))
+    num_steps = min(NUM_STEPS, NUM_STEPS_OF_RANKS // workload.world_size, NUM_ELEMENTS // numel) // 4 * 4
     workload = replace(workload, drift=1.0, period=2, steps=claims.start + num_steps, zero_steps=0)
     run = subject.finite_run(workload)
     steps = range(claims.start, workload.steps)

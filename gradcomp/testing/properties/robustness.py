@@ -1,22 +1,14 @@
-"""Properties of any hook: all ranks finish, with equal and finite outputs, and nothing else changes them.
-
-Outputs are also compared between runs: with other schedules, scales, orders of ranks and buckets.
-"""
+"""Properties of any hook: all ranks finish, with equal, finite outputs, and nothing else changes them."""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from gradcomp.comm.bucket import Hook
-from gradcomp.testing.claims import Claims
+from gradcomp.command_line import in_words
+from gradcomp.parallel.module import check_hook as check_signature
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import Output
 from gradcomp.testing.workload import Poison, Workload
@@ -41,38 +33,28 @@ AFTERWARDS = 2
 HALF_OF_THE_DIGITS = 0.5
 
 
-@property_of(workloads=lambda drawn: [drawn.any(), drawn.rearranged()], explains=(RankError,))
+@property_of(
+    workloads=lambda drawn: [drawn.any(), drawn.rearranged()],
+    listed=lambda drawn: drawn.listed("one", "sixteen"),
+    explains=(RankError,),
+)
 def completes(subject: Subject, workload: Workload) -> None:
     """All ranks finish all steps, with all buckets in flight, whenever collectives complete.
 
     No rank raises, none waits for ever, and DDP accepts the hook's signature. Process groups match
-    collectives only by the order in which each rank issues them (PyTorch DDP design note; c10d). So this
-    order must not depend on the time at which a callback runs. The property runs four schedules of simulated
-    ranks, or once on gloo.
+    collectives by the order in which each rank issues them (PyTorch DDP design note; c10d), which must not
+    depend on the time at which a callback runs. There are four schedules of simulated ranks, one on gloo.
     """
-    if refused := _refused_signature(subject.hook):
-        raise PropertyFailure(f"DDP's register_comm_hook refuses the hook: {refused}")
+    try:
+        check_signature(None, subject.hook)
+    except (KeyError, ValueError) as error:
+        refused = "DDP's register_comm_hook refuses the hook, which must be hook(state, bucket)"
+        raise PropertyFailure(f"{refused}: {in_words(error)}") from error
     for schedule in SCHEDULES if subject.ranks == "simulated" else SCHEDULES[:1]:
         try:
             subject.run(workload, schedule=schedule)
         except RankError as error:
             raise PropertyFailure(f"schedule {schedule}: {error}") from error
-
-
-def _refused_signature(hook: Hook) -> str:
-    """Return the reason why torch's DDP refuses a hook's signature, or "" if it doesn't."""
-    signature = inspect.signature(hook)
-    if "bucket" not in signature.parameters:
-        return f"its second parameter must be called bucket; its signature is {signature}"
-    expected = {
-        "its bucket's annotation": (signature.parameters["bucket"].annotation, dist.GradBucket),
-        "its result's annotation": (signature.return_annotation, torch.futures.Future[torch.Tensor]),
-    }
-    for what, (annotation, type_) in expected.items():
-        if annotation not in (inspect.Signature.empty, type_):
-            # `from __future__ import annotations` turns an annotation into a string.
-            return f"{what} is {annotation!r}, but must be {type_} or left out"
-    return ""
 
 
 @property_of(listed=lambda drawn: drawn.listed("four", "five", "long"), copyable=True)
@@ -87,9 +69,8 @@ def replicas_identical(subject: Subject, workload: Workload) -> None:
 def finite_in_finite_out(subject: Subject, workload: Workload) -> Iterator[float]:
     """Outputs of finite gradients are finite while the ranks' mean |gradient| ≤ claims.max_magnitude.
 
-    The limit is for the mean because the dtype on the wire must hold the mean, but not a single rank's
-    gradient. The workload is run unchanged. Then it is run for two compressed steps, multiplied by the power
-    of two that takes it to the limit.
+    The mean, because the dtype on the wire must hold it, but not a single rank's gradient. The workload is
+    run unchanged, then for two compressed steps multiplied by the power of two that takes it to the limit.
 
     Yields the largest mean |gradient| of the second run; nothing for a workload beyond the limit.
     """
@@ -119,13 +100,20 @@ def _largest(workload: Workload) -> float:
     return max((float(mean.max()) for mean in means if mean.numel()), default=0.0)
 
 
-@property_of(workloads=lambda drawn: [drawn.poisoned()], listed=lambda drawn: drawn.every_poison())
+@property_of(
+    "shows_nonfinite",
+    declined="shows_nonfinite=False (after an overflow, GradScalers of some ranks may skip the step, but "
+    "not all; or NaN may stay)",
+    workloads=lambda drawn: [drawn.poisoned()],
+    listed=lambda drawn: drawn.every_poison(),
+)
 def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
     """An inf or NaN on one rank leads to inf or NaN in its bucket's outputs on every rank, in that step only.
 
     So torch.amp's GradScaler, which checks every rank's own gradients, skips the step on all ranks or on
-    none. Outputs of later steps, and errors in the state, are finite again. The value is the workload's
-    poison; by default inf on the last rank in the first compressed step.
+    none. Outputs of later steps, and errors in the state, are finite again, unless claims.tracks says that
+    the state is a momentum or an estimate. The value is the workload's poison; by default inf on the last
+    rank in the first compressed step.
     """
     claims = subject.claims
     poison = workload.poison or (claims.start, workload.world_size - 1, 0, math.inf)
@@ -152,7 +140,8 @@ def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison)
                 f"in its bucket, as rank {source} has {value} there; got finite averages"
             )
     # Not NonFiniteFailures, as the poisoned gradients aren't finite.
-    for what, tensors in (("", run.outputs), ("errors in the state: ", run.errors)):
+    kept = (("", run.outputs), ("errors in the state: ", run.errors))
+    for what, tensors in kept if subject.claims.tracks is None else ():
         try:
             require_finite(replace(run, outputs=tensors), step + 1)
         except PropertyFailure as error:
@@ -163,8 +152,7 @@ def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison)
 def stays_in_its_group(subject: Subject, workload: Workload) -> None:
     """In a world of two disjoint groups, the outputs have the bits of a world with one group.
 
-    The hook's collectives must use the group that make_state was given, not the default group. The first
-    group has the workload's gradients, and the second one has their negatives.
+    Collectives must use the group that make_state was given. The second group has the negative gradients.
     """
     run = subject.run(replace(workload, groups=1))
     try:
@@ -179,8 +167,7 @@ def random_state_kept(subject: Subject, workload: Workload) -> None:
     """The user's random numbers depend on the user's seed, also after a hook.
 
     A hook that calls torch.manual_seed or random.seed gives the user's program, such as its dropout, the same
-    numbers again. A hook may draw from the global generators, or have its own. The workload is run with two
-    seeds. After every step the program draws a number from torch's generator and one from Python's.
+    numbers again. A hook may draw from the global generators. The workload is run with two seeds.
     """
     runs = [subject.run(workload, seed=seed) for seed in (0, 1 << 20)]
     for step, pairs in enumerate(zip(*(run.random_numbers for run in runs), strict=True)):
@@ -193,7 +180,7 @@ def random_state_kept(subject: Subject, workload: Workload) -> None:
                     )
 
 
-@property_of(workloads=lambda drawn: [], listed=lambda drawn: drawn.listed("groups", groups=1))
+@property_of(workloads=lambda drawn: [], listed=lambda drawn: drawn.listed("groups", "many", groups=1))
 def same_in_processes(subject: Subject, workload: Workload) -> None:
     """In real processes on gloo, every rank has rank 0's outputs, and they are finite.
 
@@ -215,36 +202,20 @@ def deterministic(subject: Subject, workload: Workload) -> None:
 
 @property_of("scale_equivariant", measure="difference / tolerance ≤")
 def scale_equivariant(subject: Subject, workload: Workload) -> Iterator[float]:
-    """Multiplying gradients by a power of two multiplies the outputs by it.
-
-    C(2^k M) = 2^k C(M), for 2^4 and 2^-4. If claims.scale_equivariant is "bitwise", both sides have the same
-    bits, like floating-point sums without overflow and underflow. Otherwise they are equal within twice the
-    tolerance of averages; for a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖.
+    """C(2^k M) = 2^k C(M), for 2^4 and 2^-4; allowed is a difference as in `rank_permutation`.
 
     Yields difference / allowed difference.
     """
-    run = subject.finite_run(workload)
     for power in (4, -4):
-        scaled = replace(workload, log2_factor=workload.log2_factor + power)
-        outputs = zip(run.each_output(), subject.finite_run(scaled).each_output(), strict=True)
-        for output, other in outputs:
-            back = other.average.double() * 2.0**-power
-            whose = f"the output without the factor 2^{power}"
-            if subject.claims.scale_equivariant == "bitwise":
-                require_same(output, output.average.double(), back, whose)
-                yield 0.0
-            else:
-                underflows = 2.0 ** max(0, -power)
-                yield _difference(subject.claims, output, output.average, back, whose, underflows)
+        yield from _differences(subject, workload, power, log2_factor=workload.log2_factor + power)
 
 
 @property_of("rank_symmetric", measure="difference / tolerance ≤")
 def rank_permutation(subject: Subject, workload: Workload) -> Iterator[float]:
     """The outputs don't depend on which rank has which gradients.
 
-    With the ranks in reverse order the outputs are equal within twice the tolerance of averages, as the sums
-    have another order. For a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖, and the steps after the first
-    compressed one are not compared: rounding errors grow in them, as in any iteration.
+    With the ranks in reverse order the outputs are equal within twice the tolerance of averages. For a lossy
+    hook, ‖difference‖ ≤ √u · max ‖gradient‖ up to its first compressed step: rounding errors grow later.
 
     Yields difference / allowed difference.
     """
@@ -254,10 +225,9 @@ def rank_permutation(subject: Subject, workload: Workload) -> Iterator[float]:
 
 @property_of("bucket_insensitive", measure="difference / tolerance ≤")
 def bucket_insensitive(subject: Subject, workload: Workload) -> Iterator[float]:
-    """The outputs don't depend on the assignment of tensors to buckets.
+    """The outputs don't depend on the assignment of tensors to buckets: all in one, or each in its own.
 
-    With all tensors in one bucket, or each in its own, the outputs are equal within twice the tolerance of
-    averages. For a lossy hook, ‖difference‖ ≤ √u · max ‖gradient‖, up to its first compressed step.
+    Allowed is a difference as in `rank_permutation`.
 
     Yields difference / allowed difference.
     """
@@ -266,36 +236,29 @@ def bucket_insensitive(subject: Subject, workload: Workload) -> Iterator[float]:
         yield from _differences(subject, workload, buckets=buckets)
 
 
-def _differences(subject: Subject, workload: Workload, **change: Any) -> Iterator[float]:
+def _differences(subject: Subject, workload: Workload, power: int = 0, **change: Any) -> Iterator[float]:
     """Yield difference / allowed difference of runs with and without a change of the workload.
 
-    For a lossy hook the runs end with the first compressed step.
+    power: the change multiplies outputs by 2 to this power. For a lossy hook the runs end with the first
+    compressed step. Raises PropertyFailure for a value above 1.
     """
-    if subject.claims.is_lossy:
-        workload = replace(workload, steps=subject.claims.start + 1, zero_steps=0)
+    claims = subject.claims
+    if claims.is_lossy:
+        workload = replace(workload, steps=claims.start + 1, zero_steps=0)
     run, other = subject.finite_run(workload), subject.finite_run(replace(workload, **change))
-    whose = f"the output of {workload}"
-    for expected, got in zip(run.each_output(), other.each_output(), strict=True):
-        yield _difference(subject.claims, got, expected.average, got.average, whose)
-
-
-def _difference(
-    claims: Claims, output: Output, expected: Tensor, got: Tensor, whose: str, underflows: float = 1.0
-) -> float:
-    """Compute the difference / allowed difference of two outputs that should be equal.
-
-    output: the place of the outputs.
-    underflows: multiplies the tolerance's absolute part.
-
-    Raises PropertyFailure if the result is above 1.
-    """
-    workload, step, index = output.workload, output.step, output.index
-    tolerance = claims.tolerance_in(workload.dtype)
+    whose = f"the output without the factor 2^{power}" if power else f"the output of {workload}"
+    underflows = 2.0 ** max(0, -power)
+    tolerance, in_one = claims.tolerance_in(workload.dtype), workload
     if tolerance is not None:
-        if tolerance.of == "bucket":  # the largest element of a bucket depends on the buckets
-            workload = replace(workload, buckets=())
         tolerance = replace(tolerance, absolute=tolerance.absolute * underflows)
-        return require_close(output, expected, got, 2 * tolerance.allowed(workload, step, index), whose)
-    half = claims.unit_roundoff(workload.dtype) ** HALF_OF_THE_DIGITS
-    allowed = half * workload.norm(step, index) + 2 * underflows * claims.underflow(workload, index)
-    return require_close_in_norm(output, expected, got, allowed, whose)
+        if tolerance.of == "bucket":  # the largest element of a bucket depends on the buckets
+            in_one = replace(workload, buckets=())
+    for expected, output in zip(run.each_output(), other.each_output(), strict=True):
+        step, index, got = output.step, output.index, output.average.double() * 2.0**-power
+        if tolerance is not None:
+            allowed = 2 * tolerance.allowed(in_one, step, index)
+            yield require_close(output, expected.average, got, allowed, whose)
+        else:
+            half = claims.unit_roundoff(workload.dtype) ** HALF_OF_THE_DIGITS
+            limit = half * workload.norm(step, index) + 2 * underflows * claims.underflow(workload, index)
+            yield require_close_in_norm(output, expected.average, got, limit, whose)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing.claims import AVERAGES_WITHIN, Claims, claims_of
-from gradcomp.testing.ranks import RankError, run_ranks
+from gradcomp.testing.ranks import RankError, in_unguarded_script, run_ranks
+from gradcomp.testing.ranks.processes import GUARD
 from gradcomp.testing.run import MakeState, Output, Place, Ranks, Run, run_hook
 from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
@@ -40,7 +41,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        return getattr(self.hook, "__qualname__", repr(self.hook))
+        return name_of(self.hook)
 
     @cached_property
     def claims(self) -> Claims:
@@ -62,6 +63,13 @@ class Subject:
             del self._runs[next(iter(self._runs))]
         return run
 
+    def runs(self, workload: Workload) -> bool:
+        """Return whether the hook completes on this workload."""
+        try:
+            return bool(self.run(workload))
+        except RankError:
+            return False
+
     def finite_run(self, workload: Workload, **options: Any) -> Run:
         """Run the hook on this workload. Raises NonFiniteFailure if an output holds inf or NaN."""
         run = self.run(workload, **options)
@@ -70,6 +78,8 @@ class Subject:
 
     def why_not_in_processes(self) -> str:
         """Return the reason why the hook can't run in other processes; "" if it can."""
+        if in_unguarded_script():
+            return f"no processes: put `{GUARD}` before the script's own work"
         try:
             run_ranks(_found, 2, self.hook, self.make_state, ranks="gloo")
         except (TypeError, RankError) as error:
@@ -77,30 +87,43 @@ class Subject:
         return ""
 
     def multiple_of_mean(self, workload: Workload) -> float | None:
-        """Find the factor c ≠ 1 with outputs = c · means; None if there is none.
+        """Find the factor c ≠ 1 with outputs = c · means, such as 2.0 for a sum; None if there is none.
 
-        For example, a hook that forgets to divide outputs the sum. The hook is run on a few tensors, with the
-        ranks, dtype and device of this workload. Outputs and means are summed over the steps. Zero gradients
-        at the end make error feedback output the held-back errors. ‖outputs − c · means‖ may be at most 5 %
-        of ‖c · means‖, and a tenth of ‖(c − 1) · means‖. c is rounded to 2 digits, or 4 if these are needed.
-        None, too, if the hook fails on these tensors.
+        The hook is run on a few tensors, with this workload's ranks, dtype and device. Zero gradients at the
+        end bring out held-back errors. ‖outputs − c · means‖, summed over the steps, may be at most 5 % of
+        ‖c · means‖, and a tenth of ‖(c − 1) · means‖. c has 2 digits, or 4 if these are needed.
         """
         few = Workload(((8, 9), (5,)), steps=self.claims.start + 4, noise=1.0, drift=0.5, zero_steps=16)
-        world_size, dtype, device = workload.world_size, workload.dtype, workload.device
+        few = replace(few, world_size=workload.world_size, dtype=workload.dtype, device=workload.device)
         try:
-            run = self.run(replace(few, world_size=world_size, dtype=dtype, device=device))
+            run = self.run(few)
         except RankError:
             return None
-        steps = range(self.claims.start, run.workload.num_steps)
-        mean = torch.stack([flat(run.workload.mean(step)) for step in steps]).sum(0)
-        output = torch.stack([flat(run.outputs[step][0]) for step in steps]).sum(0)
-        factor = float(mean @ output / mean.square().sum())
-        left = float((output - factor * mean).norm() / mean.norm())
+        factor, left = fitted(*sums(run, self.claims.start))
         near = abs(factor - 1) / 10
         if not left <= min(AVERAGES_WITHIN * abs(factor), near):
             return None
         shown = (float(f"{factor:.{digits}g}") for digits in (2, 4))
         return next((each for each in shown if abs(factor - each) <= near and each != 1), None)
+
+
+def sums(run: Run, first_step: int) -> tuple[Tensor, Tensor]:
+    """Return the sums of the means, and of rank 0's outputs, over the steps from first_step on."""
+    steps = range(first_step, run.workload.num_steps)
+    mean = torch.stack([flat(run.workload.mean(step)) for step in steps]).sum(0)
+    return mean, torch.stack([flat(run.outputs[step][0]) for step in steps]).sum(0)
+
+
+def fitted(mean: Tensor, output: Tensor) -> tuple[float, float]:
+    """Return the factor c for which ‖output − c · mean‖ is smallest, and this norm / ‖mean‖."""
+    factor = float(mean @ output / mean.square().sum())
+    return factor, float((output - factor * mean).norm() / mean.norm())
+
+
+def name_of(hook: Hook) -> str:
+    """Return the name of a hook: a function, a partial of one, or an object of a class."""
+    named: Any = hook if hasattr(hook, "__qualname__") else getattr(hook, "func", type(hook))
+    return str(named.__qualname__)
 
 
 def _found(rank: int, process_group: Any, hook: Hook, make_state: MakeState) -> None:
@@ -121,13 +144,11 @@ class Property:
 
     check(subject, workload): yields measured values, if any. Raises PropertyFailure if the property fails.
     claim: the field of Claims that promises the property; "" if every hook has to have it.
-    unclaimed(claims): another reason why the property doesn't apply to a hook; "" if there is none. None if
-        there is never another one.
-    workloads(drawn): strategies that draw workloads.
-    listed(drawn): workloads to try besides the drawn ones.
+    unclaimed(claims): another reason why the property doesn't apply to a hook; "" if there is none.
+    workloads(drawn), listed(drawn): strategies that draw workloads, and further workloads to try.
     fraction: the fraction of max_examples to draw; less than 1 for expensive properties.
-    measure: the name of the measured value.
-    worst(values): chooses the worst of measured values.
+    declined: how a hook declines the claim, as text or declined(subject, workload).
+    measure, worst(values): the name of the measured value, and the worst one.
     explains: the exceptions that other properties raise if this one fails.
     copyable: whether the sum of an element's averages in a plain run shows the failure.
     """
@@ -138,6 +159,7 @@ class Property:
     workloads: Callable[[Drawn], Sequence[SearchStrategy[Workload]]] = lambda drawn: [drawn.any()]
     listed: Callable[[Drawn], Iterable[Workload]] = lambda drawn: ()
     fraction: float = 1.0
+    declined: str | Callable[[Subject, Workload], str] = ""
     measure: str = ""
     worst: Callable[[list[float]], float] = max
     explains: tuple[type[AssertionError], ...] = ()
@@ -156,6 +178,14 @@ class Property:
         if value is None or value is False:
             return f"{self.claim} is {value}"
         return self.unclaimed(subject.claims) if self.unclaimed else ""
+
+    def advice(self, subject: Subject, workload: Workload) -> str:
+        """Return a line on the claim that a right hook would have to change; "" if there is none."""
+        if not self.claim:
+            return ""
+        text = self.declined or f"{self.claim}={getattr(Claims(), self.claim)}"
+        text = text if isinstance(text, str) else text(subject, workload)
+        return f"\nIf that is intended, claim {text}: dataclasses.replace(claims_of(hook, make_state), ...)"
 
     def __call__(
         self,

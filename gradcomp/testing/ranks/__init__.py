@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from gradcomp.testing.ranks.processes import Pool
+from gradcomp.testing.ranks.processes import Pool, in_unguarded_script
 from gradcomp.testing.ranks.simulation import CollectiveMismatch, RankError, Simulation
 
-__all__ = ["CollectiveMismatch", "RankError", "run_ranks"]
+__all__ = ["CollectiveMismatch", "RankError", "in_unguarded_script", "run_ranks"]
 
 _pool = Pool()
 start_processes = _pool.start
@@ -26,12 +26,11 @@ def run_ranks(
 
     In the function, process_group is also the default group. The rank is the seed of torch's CPU generator.
 
-    ranks: "simulated" or "gloo". Simulated ranks are threads of this process, which run one at a time and
-        share the arguments; see gradcomp.testing.ranks.simulation. gloo ranks are processes, kept from call
-        to call, with copies of the arguments: function and arguments must be picklable.
-    schedule: the order in which simulated ranks run; the same schedule repeats a run bit for bit. Schedule 0
-        runs collectives and callbacks as early as possible, any other schedule at random times. On gloo the
-        operating system is the scheduler.
+    ranks: "simulated", threads of this process that run one at a time and share the arguments; see
+        gradcomp.testing.ranks.simulation. "gloo": processes, kept from call to call, with copies of the
+        arguments: function and arguments must be picklable.
+    schedule: the order in which simulated ranks run. Schedule 0 runs collectives and callbacks as early as
+        possible, any other schedule at random times, repeated bit for bit.
     timeout_s: the seconds after which gloo ranks must be done, and in which simulated ones must make a call.
 
     Raises RankError if a rank raises, if the ranks wait for each other, or if they are not done in time;

@@ -44,20 +44,30 @@ def new_world(group: dist.ProcessGroup, ranks: Sequence[int], first_name: int) -
 
 
 class Identity:
-    """The rank that this process stands for: its default group and the state of torch's CPU generator.
+    """The rank that this process stands for: its default group, torch's CPU generator, modules' variables.
 
-    Inside the context, `become` changes the rank. Leaving it restores the process's own group and state.
+    Inside the context, `become` changes the rank. Leaving it restores the process's own.
+
+    modules: the variables of modules of which each rank has its own, for example a counter of steps.
     """
 
-    def __init__(self, worlds: Sequence[SimpleNamespace]) -> None:
-        self._worlds = worlds
+    def __init__(self, worlds: Sequence[SimpleNamespace], modules: Sequence[dict[str, Any]] = ()) -> None:
+        self._worlds, self._modules = worlds, modules
+        self._variables = [self._copied() for _ in worlds]
         generators = [torch.Generator().manual_seed(rank) for rank in range(len(worlds))]
         self._random = [generator.get_state() for generator in generators]
         self._rank: int | None = None
         self._left = False
 
+    def _copied(self) -> list[dict[str, Any]]:
+        return [dict(module) for module in self._modules]
+
+    def _restore(self, variables: list[dict[str, Any]]) -> None:
+        for module, values in zip(self._modules, variables, strict=True):
+            module.update(values)
+
     def __enter__(self) -> Identity:
-        self._caller = (distributed_c10d._world, torch.default_generator.get_state())
+        self._caller = (distributed_c10d._world, torch.default_generator.get_state(), self._copied())
         self._name_of = name_of = distributed_c10d._process_group_name
         # Groups that only their members make are named by a hash of the ranks, which is equal on these ranks.
         distributed_c10d._process_group_name = lambda ranks, **_: name_of(ranks, use_hashed_name=False)
@@ -68,13 +78,16 @@ class Identity:
             return
         if self._rank is not None:
             self._random[self._rank] = torch.default_generator.get_state()
+            self._variables[self._rank] = self._copied()
+        self._restore(self._variables[rank])
         torch.default_generator.set_state(self._random[rank])
         distributed_c10d._world = self._worlds[rank]  # type: ignore[assignment]
         self._rank = rank
 
     def __exit__(self, *_: Any) -> None:
         self._left = True  # threads that could not be ended must not change the rank
-        distributed_c10d._world, random = self._caller
+        distributed_c10d._world, random, variables = self._caller
+        self._restore(variables)
         distributed_c10d._process_group_name = self._name_of
         torch.default_generator.set_state(random)
         for world in self._worlds:
@@ -84,16 +97,31 @@ class Identity:
 
 
 @contextmanager
-def waiting_by(pause: Callable[[torch.futures.Future[Any]], None]) -> Iterator[None]:
-    """Make every future call `pause` before it blocks, also futures made by `.then` and `collect_all`."""
-    original = torch._C.Future.wait
+def futures_by(
+    pause: Callable[[torch.futures.Future[Any]], None], later: Callable[[Callable[[], object]], None]
+) -> Iterator[None]:
+    """Make every future call `pause` before it blocks, and run its callbacks by `later` when it is done.
+
+    On real ranks, too, one that waits for a future may go on before its callbacks run.
+    """
+    original, then = torch._C.Future.wait, torch._C.Future.then
+    devices: list[Any] = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
     def wait(future: Any) -> Any:
         pause(future)
         return original(future)
 
+    def then_later(future: Any, callback: Callable[[Any], Any]) -> Any:
+        if future.done():
+            return then(future, callback)
+        called: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        then(future, lambda _: later(lambda: called.set_result(None)))
+        return then(called, lambda _: callback(future))
+
     torch._C.Future.wait = wait  # type: ignore[method-assign, assignment]
+    torch._C.Future.then = then_later  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         torch._C.Future.wait = original  # type: ignore[method-assign]
+        torch._C.Future.then = then  # type: ignore[method-assign]

@@ -1,8 +1,7 @@
 """The process group of simulated ranks, and its collectives.
 
-Each rank makes a SimulatedWork of a collective. Rank s's work holds the tensors that s sends to each rank r,
-and the tensors that s fills: with tensors from each rank or, in a reduction, with the reduced value. With W
-ranks:
+Rank s's SimulatedWork of a collective holds the tensors that s sends to each rank r, and those that s fills:
+with tensors from each rank or, in a reduction, with the reduced value. With W ranks:
 
     all_reduce       s sends t to all                  r: t = t_0 + ... + t_(W-1)
     all_gather       s sends t to all                  r: outputs[s] = t_s
@@ -10,13 +9,11 @@ ranks:
     all_to_all       s sends inputs[r] to r            r: outputs[s] = inputs_s[r]
     broadcast, reduce, gather, scatter: like these, with one source or one destination
 
-A collective accepts and refuses the arguments that gloo accepts and refuses in torch 2.13, and its future has
-the same value. Differences from gloo:
+Arguments are accepted and refused as by gloo in torch 2.13, and futures have the same values, but:
 
-- `reduce` sets the tensors of non-root ranks to NaN (integers: 0). gloo leaves partial sums in them.
-- Tensors must be contiguous, as with NCCL. gloo takes others, and computes nonsense for tensors with gaps.
-- `all_gather_into_tensor` also takes a stacked output, as with NCCL.
-- `reduce_scatter` has a future, as with NCCL.
+- `reduce` leaves the tensors of non-root ranks as they are. gloo leaves partial sums in them.
+- Tensors must be contiguous, as with NCCL. gloo computes nonsense for tensors with gaps.
+- `all_gather_into_tensor` takes a stacked output and `reduce_scatter` has a future, as with NCCL.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -56,15 +53,11 @@ _Tensors = Mapping[int, Sequence[Tensor]]
 class SimulatedWork(dist.Work):
     """A collective that a rank issued: its tensors, and the handle that torch returns.
 
-    place: the collective's position in its group's sequence, for messages.
-    site: the line that issued it.
-    name: the collective's name in torch.distributed.
+    place, site: its position in its group's sequence and the line that issued it, for messages.
     agreed: by name, the arguments that must be equal on all ranks.
-    sends: by destination rank, the tensors to send.
-    receives: by source rank, the tensors to fill.
+    sends: by destination rank, the tensors to send. receives: by source rank, the tensors to fill.
     value: the future's value.
     op: the name of the reduction that fills `value`; "" for none.
-    is_undefined: whether `value` is undefined afterwards.
     done: whether it has been carried out.
     """
 
@@ -78,7 +71,6 @@ class SimulatedWork(dist.Work):
     receives: _Tensors = field(default_factory=dict)
     value: Sequence[Tensor] = ()
     op: str = ""
-    is_undefined: bool = False
     done: bool = False
     future: torch.futures.Future[list[Tensor]] | None = None
 
@@ -139,9 +131,8 @@ class SimulatedWork(dist.Work):
 def carry_out(works: Sequence[SimulatedWork]) -> None:
     """Carry out a collective: one work per rank, in rank order, which agree.
 
-    Reductions add up in rank order, in the tensors' dtype. With two ranks they have gloo's bits; with more
-    they are equal to gloo's up to rounding. MIN and MAX ignore a NaN unless it is rank 0's. gloo's ignore a
-    NaN of one rank or another.
+    Reductions add up in rank order, in the tensors' dtype: with two ranks they have gloo's bits, with more up
+    to rounding. MIN and MAX ignore a NaN unless it is rank 0's; gloo's ignore one or another.
     """
     devices = set().union(*(work.devices for work in works))
     for device in devices:  # the order of streams is not simulated
@@ -159,9 +150,6 @@ def carry_out(works: Sequence[SimulatedWork]) -> None:
                         total = reduce(REDUCTIONS[work.op], terms)
                         totals[key] = total / len(terms) if work.op == "AVG" else total.clone()
                     writes.append((output, totals[key]))
-            for output in work.value if work.is_undefined else ():
-                real = output.is_floating_point() or output.is_complex()
-                writes.append((output, output.new_full((), float("nan") if real else 0)))
         for output, value in writes:
             output.detach().copy_(value)  # autograd does not see collectives
     for device in devices:
@@ -169,10 +157,7 @@ def carry_out(works: Sequence[SimulatedWork]) -> None:
 
 
 def shape_mismatch(works: Sequence[SimulatedWork]) -> str | None:
-    """Describe the first tensors that have other shapes than their receiver expects; None if all agree.
-
-    The works' names and agreed arguments must be equal already.
-    """
+    """Describe the first tensors that have other shapes than their receiver expects; None if all agree."""
     for rank, work in enumerate(works):
         for source, outputs in work.receives.items():
             sent = [list(t.shape) for t in works[source].sends[rank]]
@@ -187,8 +172,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     ranks: the global ranks of the members.
     index: distinguishes groups of the same ranks.
-    sent_bytes: the bytes that this rank has handed to this group's collectives so far.
-    num_issued: the number of collectives that this rank has issued so far.
+    sent_bytes, num_issued: the bytes that this rank has handed to collectives so far, and their number.
     """
 
     def __init__(self, simulation: Simulation, rank: int, ranks: Sequence[int], index: int) -> None:
@@ -234,8 +218,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         op, root = _reduction_name("reduce", opts, tensors), self._root("reduce", opts)
         agreed, sends = {"op": op, "root": root}, {root: tensors}
-        into: dict[str, Any] = {"op": op} if self.rank() == root else {"is_undefined": True}
-        return self._issue("reduce", tensors, agreed, sends=sends, value=tensors, **into)
+        return self._issue(
+            "reduce", tensors, agreed, sends=sends, value=tensors, op=op if self.rank() == root else ""
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         root = self._root("broadcast", opts)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +33,15 @@ _REPORT_TIMEOUT_S = 5.0
 # (succeeded, value or traceback)
 _Outcome = tuple[bool, Any]
 _Context = SpawnContext | ForkServerContext
+
+
+GUARD = 'if __name__ == "__main__":'
+
+
+def in_unguarded_script() -> bool:
+    """Return whether the main module lacks a GUARD: new processes import it, and would run its work, too."""
+    file = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    return file.is_file() and "__name__" not in file.read_text(errors="replace")
 
 
 class _Rank:
@@ -113,7 +123,7 @@ class Pool:
         if not _succeeded(starting, _collect(starting, _START_TIMEOUT_S)):
             raise RankError(
                 "the processes of ranks='gloo' did not start. They import the program's main module: a "
-                "script must run its own work under `if __name__ == '__main__':`"
+                f"script must run its own work under `{GUARD}`"
             )
         return self._ranks[:world_size]
 

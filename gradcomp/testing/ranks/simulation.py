@@ -7,17 +7,16 @@ Whenever a rank issues a collective or waits, the simulation chooses the next ev
     a future is completed         if its collective was carried out: its callbacks run on a new thread
 
 Schedule 0 chooses the oldest event of the second and third kind; without one, the current rank until it
-waits. Any other schedule is the seed of a random choice among all events. So a tensor in flight is read and
-written at some time between issue and completion, as on real backends. Callbacks run at some later time. A
-hook that relies on certain times fails under some schedule. The same schedule yields the same bits.
+waits. Any other schedule is the seed of a random choice among all events, as on real backends. A hook that
+relies on certain times fails under some schedule. The same schedule yields the same bits.
 
 A group's collectives are matched in the order in which each rank issues them. If ranks disagree, or all wait,
 the run ends with an error that names the lines.
 
 With CUDA tensors, each collective synchronizes the device: values are checked, the order of streams is not.
-torch's DistributedDataParallel waits in C++, where no other rank can be scheduled. Simulate gradcomp's, which
-waits in Python. Unlike here, no collective is ever in flight between torch's own threads with process groups
-(torch.testing._internal.distributed.multi_threaded_pg), and mismatches pass there.
+torch's DistributedDataParallel waits in C++, where no other rank can be scheduled: simulate gradcomp's. Here
+collectives are in flight and mismatches are found, unlike with torch's own threads with process groups
+(torch.testing._internal.distributed.multi_threaded_pg).
 """
 
 from __future__ import annotations
@@ -71,6 +70,17 @@ def _owner(filename: str) -> str:
     return "library" if path.is_relative_to(_GRADCOMP) else "user"
 
 
+def _variables_of(values: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the variables of the modules in which the user's functions and classes among the values are."""
+    found = {}
+    for value in values:
+        name = getattr(getattr(value, "func", value), "__module__", None)  # that of a partial's function
+        module = sys.modules.get(name) if callable(value) and name else None
+        if module is not None and _owner(getattr(module, "__file__", None) or name) == "user":
+            found[name] = vars(module)
+    return list(found.values())
+
+
 def call_site() -> CallSite:
     """Find the calling line and, if it is in gradcomp or torch's hooks, the user's line that led to it."""
     lines: list[tuple[CodeType, int]] = []
@@ -99,9 +109,7 @@ class _Stopped(BaseException):
 class Task(threading.Thread):
     """A function that runs as one rank on its own thread: the rank's main function, or a callback.
 
-    until: while the task waits, the condition for which it waits.
-    waits_for: the object for which it waits, as messages name it.
-    site: the line at which it waits.
+    until, waits_for, site: while the task waits, the condition, its name in messages, and the line.
     result: the function's.
     """
 
@@ -140,7 +148,7 @@ class Simulation:
         ranks = range(world_size)
         groups = [SimulatedProcessGroup(self, rank, ranks, 0) for rank in ranks]
         self._worlds = [c10d.new_world(group, ranks, next(_first_names)) for group in groups]
-        self._identity = c10d.Identity(self._worlds)
+        self._identity = c10d.Identity(self._worlds, _variables_of((function, *arguments)))
         self._random = random.Random(schedule) if schedule else None
         # Collectives that some members have yet to issue: by group and place in its sequence, then by member.
         self._open: dict[tuple[tuple[int, ...], int, int], dict[int, SimulatedWork]] = {}
@@ -163,7 +171,7 @@ class Simulation:
             if not isinstance(threading.current_thread(), Task):
                 stack.enter_context(_one_at_a_time)
             stack.enter_context(self._identity)
-            stack.enter_context(c10d.waiting_by(self._wait_for))
+            stack.enter_context(c10d.futures_by(self._wait_for, self._later))
             try:
                 self._switch_to(self._next())
                 for _ in range(5):  # a run that still makes calls isn't stuck: the machine may be busy
@@ -221,6 +229,9 @@ class Simulation:
         if threading.current_thread() is self._running:
             self._pause(future.done, "a future")
 
+    def _later(self, function: Callable[[], object]) -> None:  # on a new thread, as the running rank
+        self._pending.append(partial(self._call_back, self._task("a callback").rank, function))
+
     def _carry_out(self, works: list[SimulatedWork]) -> None:
         try:
             carry_out(works)
@@ -229,10 +240,10 @@ class Simulation:
         for work in works:
             work.done = True
             if work.future is not None:
-                self._pending.append(partial(self._call_back, work))
+                self._pending.append(partial(self._call_back, work.rank, work.complete))
 
-    def _call_back(self, work: SimulatedWork) -> Task:
-        self._tasks.append(Task(self, work.rank, work.complete))
+    def _call_back(self, rank: int, function: Callable[[], object]) -> Task:
+        self._tasks.append(Task(self, rank, function))
         return self._tasks[-1]
 
     def _task(self, what: str) -> Task:

@@ -15,10 +15,8 @@ from tests.depth import everyday
 from tests.testing.averaging import done
 
 FP32 = Tolerance.rounding(torch.float32)
-AVERAGES = Claims(
-    FP32, torch.float32, scale_equivariant="bitwise", rank_symmetric=True, bucket_insensitive=True
-)
-LOSSY = Claims(None, torch.float32, contraction=0.0, scale_equivariant="rounding", rank_symmetric=True)
+AVERAGES = Claims(FP32, torch.float32, scale_equivariant=True, rank_symmetric=True, bucket_insensitive=True)
+LOSSY = Claims(None, torch.float32, contraction=0.0, scale_equivariant=True, rank_symmetric=True)
 WORKLOAD = Workload(((6, 5), (3,), (8, 8)), ((2, 1), (0,)), steps=3, noise=1.0, drift=0.5, seed=3)
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -159,7 +157,6 @@ FAILURES = [
         *("zero_stays_zero", after(row_0_everywhere), replace(LOSSY, keeps_zeros="lines")),
         r"tensor 0 \[40, 50\] .* such elements are not 0",
     ),
-    ("error_feedback_identity", Forgetful, HALVES, r"step 0, .* mean gradient \+ mean error before"),
     (
         *("held_back_comes_out", Forgetful, HALVES),
         r"expected Σ outputs = Σ mean gradients = .* in the last \d+ steps, with zero gradients, only",
@@ -197,7 +194,6 @@ def test_sound_hooks_hold_them(name):
     expected = {
         "averages": (lambda ratio: 0 < ratio < 1, None),
         "contraction": (None, lambda delta: delta == pytest.approx(0.75)),
-        "error_feedback_identity": (None, lambda ratio: 0 < ratio < 1),
         "held_back_comes_out": (None, lambda left: left == pytest.approx(2.0**-8, rel=1e-3)),
         "finite_in_finite_out": (lambda largest: largest > 1e11, lambda largest: largest > 1e11),
         "bounded_memory": (None, lambda ratio: ratio == 1.0),

@@ -1,4 +1,4 @@
-"""The simulated process group refuses calls by name, counts bytes, and hides partial sums, unlike gloo."""
+"""The simulated process group refuses calls by name, and counts bytes."""
 
 from typing import Any
 
@@ -42,17 +42,6 @@ def test_no_collective_of_torch_s_is_left_out() -> None:
         )
     }
     assert inherited == set()
-
-
-def reduce_elsewhere(rank: int, group: dist.ProcessGroup) -> torch.Tensor:
-    dist.reduce(tensor := torch.ones(2), 0)
-    return tensor
-
-
-def test_reduce_leaves_nothing_to_rely_on_elsewhere() -> None:
-    root, other = run_ranks(reduce_elsewhere, 2)
-    assert root.tolist() == [2, 2]
-    assert other.isnan().all()
 
 
 def nan_of(rank: int, group: dist.ProcessGroup, source: int) -> float:

@@ -194,6 +194,6 @@ def test_torch_s_futures_wait_in_python() -> None:
     for future in (done, done.then(lambda _: 1), torch.futures.collect_all([done])):
         assert isinstance(future, torch._C.Future)
         waited: list[Any] = []
-        with c10d.waiting_by(waited.append):
+        with c10d.futures_by(waited.append, lambda function: function()):
             future.wait()
         assert waited == [future]
