@@ -290,5 +290,3 @@ class PowerSGDCompressor(Compressor):
 
     def add_to_error(self, offset: int, values: Tensor) -> None:
         self.plan.add_to_error(offset, values)
-
-
