@@ -30,7 +30,7 @@ LARGEST_OF_LOSSY_FP16 = 2.0**8
 LARGEST_OF_SUMS = 2.0**120
 
 
-Zeros = Literal["elements", "lines", "rounded lines"] | None
+Zeros = Literal["elements", "lines"] | None
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -95,8 +95,8 @@ class Claims:
     density: the mean fraction of a bucket's elements that a rank sends in a step. The others wait.
     unbiased: the expectation of the output is the mean.
     keeps_zeros: elements that have been 0 on every rank in every step so far are exactly 0 in the average.
-        "elements": all such elements. "lines": only rows and columns of them, as in a product of two factors;
-        "rounded lines" up to rounding errors. Plain steps and tensors of exact shapes keep every element.
+        "elements": all such elements. "lines": only rows and columns of them, as in a product of two factors.
+        Plain steps and tensors of exact shapes keep every element.
     scale_equivariant: multiplying all gradients by 2^k multiplies the outputs by 2^k.
     rank_symmetric: the outputs don't depend on which rank has which gradients.
     bucket_insensitive: the outputs don't depend on the assignment of tensors to buckets.
@@ -412,17 +412,17 @@ def lines(zero: Tensor) -> Tensor:
 
 
 def _kept_zeros(run: Run, start: int) -> Zeros:
-    """Infer Claims.keeps_zeros: None if zeros come out as large as other elements, as after a rotation.
+    """Infer Claims.keeps_zeros: None for factors, and if zeros come out as large as others, as when rotated.
 
-    Smaller values at zeros are taken for errors.
+    Factors keep lines up to rounding, which they may claim. What is in between is taken for an error.
     """
     outputs = [each for each in run.each_output(start) if not each.index]
     averages = torch.stack([each.average.double() for each in outputs])
     zero = outputs[0].mean == 0  # in every step
     of_lines, of_zeros, others = (averages[:, each] for each in (lines(zero), zero, ~zero))
-    if of_lines.abs().amax() <= 1e-6 * others.abs().amax():
-        return "rounded lines" if of_zeros.any() else "elements"
-    return None if of_zeros.square().mean() > others.square().mean() / 64 else "elements"
+    has_factors = of_zeros.any() and of_lines.abs().amax() <= 1e-6 * others.abs().amax()
+    is_rotated = of_zeros.square().mean() > others.square().mean() / 64
+    return None if has_factors or is_rotated else "elements"
 
 
 def _names(hook: Any) -> str:

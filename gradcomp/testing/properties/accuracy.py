@@ -36,12 +36,6 @@ ROUNDINGS_OF_FACTORS = {
     torch.float16: 2.0**8,
     torch.bfloat16: 2.0**6,
 }
-
-
-def roundings_of_factors(claims: Claims, dtype: torch.dtype) -> float:
-    return ROUNDINGS_OF_FACTORS[max(dtype, claims.precision, key=unit_roundoff)] * claims.unit_roundoff(dtype)
-
-
 # The rounding errors of a step, in unit roundoffs: of M = gradient + error, of the output, of error =
 # M − output, and on the wire.
 ROUNDINGS_OF_A_STEP = 8
@@ -129,8 +123,7 @@ def zero_stays_zero(subject: Subject, workload: Workload) -> None:
     """An element that has been 0 on every rank in every step so far is exactly 0 in the average.
 
     Otherwise pruned weights come back although their gradients are masked. If claims.keeps_zeros is "lines",
-    only rows and columns of zeros are checked outside of plain steps and exact shapes. "rounded lines" may be
-    ROUNDINGS_OF_FACTORS times the tensor's largest element.
+    only rows and columns of zeros are checked outside of plain steps and exact shapes.
     """
     claims, run = subject.claims, subject.finite_run(workload)
     zero = [torch.ones(shape, dtype=torch.bool, device="cpu") for shape in workload.shapes]
@@ -139,10 +132,8 @@ def zero_stays_zero(subject: Subject, workload: Workload) -> None:
         if output.rank == 0:
             zero[index] &= (workload.stacked(step)[index] == 0).all(0)
         every_element = claims.keeps_zeros == "elements" or _is_plain(claims, workload, step, index)
-        kept, limit = zero[index] if every_element else lines(zero[index]), 0.0
-        if claims.keeps_zeros == "rounded lines" and average.numel():
-            limit = roundings_of_factors(claims, workload.dtype) * float(average.abs().amax())
-        changed = kept & (average.abs() > limit)
+        kept = zero[index] if every_element else lines(zero[index])
+        changed = kept & (average != 0)
         if changed.any():
             raise PropertyFailure(
                 f"{output}, element {int(changed.flatten().nonzero()[0])}: expected 0, as its gradient has "
@@ -176,7 +167,8 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
         zero_steps=0,
     )
     run = subject.finite_run(workload)
-    roundings = roundings_of_factors(claims, workload.dtype)
+    coarser = max(workload.dtype, claims.precision, key=unit_roundoff)
+    roundings = ROUNDINGS_OF_FACTORS[coarser] * claims.unit_roundoff(workload.dtype)
     for output in run.each_output(claims.start):
         allowed = roundings * workload.norm(output.step, output.index)
         allowed += claims.underflow(workload, output.index)
