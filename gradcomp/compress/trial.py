@@ -31,11 +31,13 @@ DROPPED_FROM = 1.5
 # in a row begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the
 # next check.
 SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
-# The probability, at most, that the lower end of any candidate's interval is above its true gain.
+# A trial that isn't sure goes on to twice and to four times its rounds. It ends early if a candidate is
+# surely CLEAR times as fast as the first one.
+LOOKS, CLEAR = (1, 2, 4), 2
+# The probability, at most, that the lower end of any candidate's interval is above its true gain at any look.
 RISK = 0.05
-# A trial that isn't sure has this many times its rounds. It ends early if a candidate is surely this many
-# times as fast as the first one.
-MOST_ROUNDS, CLEAR = 4, 2
+# After a trial that wasn't sure, another one comes after this many times its steps.
+PAUSE = 10
 
 TOLERANCE = Rule(
     "a number of at least 0 and below 1", lambda value: type(value) in (int, float) and 0 <= value < 1, float
@@ -183,7 +185,8 @@ class Trial:
             each += of_round.get(name, [math.inf] * num)
         self.step, self.round = 0, self.round + 1
         known, is_known = self.medians(), not self.unknown
-        is_last = self.round >= self.num_rounds * (1 if self.is_sure else MOST_ROUNDS) or self.is_clear
+        looks = [self.num_rounds * each for each in LOOKS]
+        is_last = self.is_clear or self.round >= looks[-1] or (self.round in looks and self.is_sure)
         if not is_last:
             limit = DROPPED_FROM * min(map(median_of, turns))
             left = {name for name in self.taking_part[1:] if limit < median_of(of_round[name]) < math.inf}
@@ -201,10 +204,16 @@ class Trial:
         One can pay if its median gain is above the tolerance, or if it may be CLEAR times as fast.
         """
         step, gains = self.medians()[self.names[0]], filter(None, map(self.gain, self.taking_part[1:]))
+        within = [each for each in gains if each.low <= self.wait < math.inf]
         can_pay = any(
-            each.median > self.tolerance * step or each.high > step - step / CLEAR for each in gains
+            each.median > self.tolerance * step or each.high > step - step / CLEAR for each in within
         )
-        return not self.unknown and (bool(self._paying()) or not can_pay)
+        return len(self.names) == 1 or (not self.unknown and (bool(self._paying()) or not can_pay))
+
+    def is_over_after(self, num_steps: int, every: int | None) -> bool:
+        """Whether another trial comes, this many steps after the choice. every: AutoState.retrial_every."""
+        pause = PAUSE * self.round * self.steps_per_turn * len(self.names)
+        return every is not None and (num_steps >= every or (num_steps == pause and not self.is_sure))
 
     @property
     def is_clear(self) -> bool:
@@ -233,7 +242,7 @@ class Trial:
 
     def gain(self, name: str) -> Gain | None:
         """Return a candidate's gain over the first one; None if it is unknown, or the first one itself."""
-        first, compared = self.names[0], len(self.names) - 1
+        first, compared = self.names[0], len(LOOKS) * (len(self.names) - 1)
         return None if name == first else Gain.of(self.seconds[first], self.seconds[name], compared)
 
     def objection(self, name: str) -> str:

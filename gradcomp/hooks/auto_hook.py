@@ -94,9 +94,9 @@ class AutoState(CompressorState):
     rounds: every candidate has a turn in each round. A candidate that was 1.5 times slower than the fastest
         has no others, except the first candidate. A trial ends early if a candidate is surely twice as fast
         as the first, and has up to four times as many rounds if steps vary too much to be sure.
-    retrial_every: steps from one trial to the next, a tenth of them after one that wasn't sure; None for no
-        other trial on that ground. 50 steps in a row that are 25 % slower than in the trial begin another
-        one, too.
+    retrial_every: steps from one trial to the next, at most ten times the trial's after one that wasn't sure;
+        None for no other trial on that ground. 50 steps in a row that are 25 % slower than in the trial begin
+        another one, too.
     ranks_per_node: see CompressorState.
     clock: a function that returns seconds, instead of the device's events or time.perf_counter; for tests.
 
@@ -212,7 +212,7 @@ class AutoState(CompressorState):
         elif trial.choice is None:
             if trial.is_round_over:
                 self._end_round(trial, group)
-        elif self._is_due(trial):
+        elif trial.is_over_after(self.iter - trial.chosen_at, self.retrial_every):
             self._begin_trial(group)
         elif self.iter % CHECK_EVERY == 0:
             usual = trial.medians()[trial.choice]
@@ -236,11 +236,6 @@ class AutoState(CompressorState):
         trial = self._trial
         if trial is not None and (trial.choice is None or trial.settings != self._new_trial(group).settings):
             self._trial = None
-
-    def _is_due(self, trial: Trial) -> bool:
-        """Whether another trial begins. One that wasn't sure is repeated after a tenth of the steps."""
-        every, since = self.retrial_every, self.iter - trial.chosen_at
-        return every is not None and (since >= every or (since == every // 10 and not trial.is_sure))
 
     def _begin_trial(self, group: dist.ProcessGroup) -> None:
         self._trial = trial = self._new_trial(group)
@@ -267,7 +262,8 @@ class AutoState(CompressorState):
     def _new_trial(self, group: dist.ProcessGroup) -> Trial:
         options, place = self.options, (group.size(), self._place.ranks_per_node)
         settings = (options.steps_per_turn, options.rounds, options.tolerance)
-        return Trial(self._names(group.size()), place, *settings, self.choice, chosen_at=self.iter)
+        before = self.choice if self.is_sure else None
+        return Trial(self._names(group.size()), place, *settings, before, chosen_at=self.iter)
 
     def _end_round(self, trial: Trial, group: dist.ProcessGroup) -> None:
         """Agree with the other ranks on the round's times, and announce a choice."""

@@ -114,9 +114,9 @@ def test_without_tolerance_the_fastest_is_used():
 def test_a_gain_above_the_wait_or_of_an_unknown_wait_does_not_count(wait_ms, shown, why, caplog):
     caplog.set_level("INFO", "gradcomp")
     options = {"wait_ms": wait_ms, "candidates": ("none", "int8"), "rounds": 1}
-    _, choice, table = run_ranks(steps, 2, 2 + 6 * (4 if why else 1) + 1, options)[0]
+    _, choice, table = run_ranks(steps, 2, 9, options)[0]
     assert choice == ("none" if why else "int8")
-    assert bool(why) == ("(steps vary too much for 4 rounds; see AutoState's rounds)" in caplog.text)
+    assert "steps vary too much" not in caplog.text
     assert table[1]["why"] == why
     assert shown in caplog.text
 
@@ -337,7 +337,7 @@ BROKEN_CLOCKS = {
 
 @pytest.mark.parametrize(("name", "is_everywhere"), list(zip(BROKEN_CLOCKS, (True, False) * 2, strict=True)))
 def test_a_trial_ends_without_times(name, is_everywhere, caplog):
-    """After four times the rounds, the first candidate is used on all ranks. A tenth later it tries again."""
+    """After four times the rounds, the first candidate is used on all ranks."""
 
     def run(rank, group):
         state, used = (
@@ -349,12 +349,10 @@ def test_a_trial_ends_without_times(name, is_everywhere, caplog):
         for step in range(2 + 4 * 9 + 2):
             step_of(state, rank, step)
             used.append(state.choice)
-        ms, saved = state.table[0]["ms"], state.state_dict()
-        step_of(state, rank, 2 + 4 * 9 + 2)
-        return [*used, state.choice], ms, saved
+        return used, state.table[0]["ms"], state.state_dict()
 
     (used, ms, saved), other = run_ranks(run, 2)
-    assert used == other[0] == [None] * (2 + 4 * 9) + ["none"] * 2 + [None]
+    assert used == other[0] == [None] * (2 + 4 * 9) + ["none"] * 2
     assert ms is None
     warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(warnings) == 2, "one on each rank"
