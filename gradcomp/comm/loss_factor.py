@@ -39,9 +39,13 @@ def loss_factor(count: Any, process_group: dist.ProcessGroup | None = None) -> A
     device = count.device if is_tensor else torch.device("cpu")
     on_host = not has_streams(device)
     on = device_for(group, ()) if group is not None and on_host else device
-    is_number = True
+    value, is_number = plain(count), True
     try:
-        total = torch.as_tensor(plain(count), dtype=torch.float64, device=on).detach().reshape(())
+        if type(value) not in (int, float) and (
+            not is_tensor or value.is_complex() or value.dtype == torch.bool
+        ):
+            raise TypeError
+        total = torch.as_tensor(value, dtype=torch.float64, device=on).detach().reshape(())
     except (OverflowError, RuntimeError, TypeError, ValueError):
         # The other ranks wait for this one.
         is_number, total = False, torch.tensor(math.nan, dtype=torch.float64, device=on)

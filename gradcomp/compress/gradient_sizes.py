@@ -55,7 +55,7 @@ class GradientSizes:
             self.num_steps, self.last_step = self.num_steps + 1, state.iter
             return False
         num_jumps = self.num_jumps()
-        if num_jumps is not None and num_jumps >= MANY_JUMPS and state.errors_of_buckets():
+        if num_jumps is not None and num_jumps >= MANY_JUMPS and state._states.have_errors:
             logger_of(state).warning(WARNING, state.algorithm, num_jumps)
         return num_jumps is not None
 

@@ -388,6 +388,12 @@ class ParameterStates:
                 errors[bucket.index] = torch.cat(parts)
         return errors
 
+    @property
+    def have_errors(self) -> bool:
+        """True if the compressor of a bucket keeps errors."""
+        made = [each for each in self._buckets if each.compressor is not None]
+        return any(each.current_error() is not None for each in made)
+
     def load(self, entries: Entries) -> None:
         """Replace all entries."""
         self._entries, self._buckets, self._of_step, self._of_last_step = dict(entries), [], {}, {}

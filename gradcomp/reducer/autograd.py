@@ -36,29 +36,35 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
     For example in a distribution, which computes samples and likelihoods from its attributes on request.
     """
-    waiting, seen = [(value, False)], dict[int, Any]()  # each with whether an object has it as an attribute
+    waiting, seen = [(value, False)], {id(value): value}
     while waiting:
         item, is_attribute = waiting.pop()
         if isinstance(item, torch.Tensor):
             if item.grad_fn is not None or not is_attribute:
                 yield item
-        elif item is not None and not isinstance(item, _NOT_OUTPUTS) and id(item) not in seen:
-            seen[id(item)] = item
-            if isinstance(item, Mapping):
-                held: Iterable[Any] = item.values()
-            elif isinstance(item, tuple | list | set | frozenset | deque):
-                held = item
-            elif dataclasses.is_dataclass(item):
-                held = [getattr(item, field.name, None) for field in dataclasses.fields(item)]
-            else:
-                held, is_attribute = _attributes_of(item), True
-            waiting += [(each, is_attribute) for each in held]
+            continue
+        for inner, is_within in _held_by(item, is_attribute):
+            if id(inner) not in seen:
+                seen[id(inner)] = inner
+                waiting.append((inner, is_within))
 
 
-def _attributes_of(item: Any) -> list[Any]:
-    slots = [base.__dict__.get("__slots__", ()) for base in type(item).__mro__]
-    names = chain.from_iterable((each,) if isinstance(each, str) else each for each in slots)
-    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in names)]
+def _held_by(item: Any, is_attribute: bool) -> list[tuple[Any, bool]]:
+    """Return an output's parts, each with whether it is an object's attribute, or within one."""
+    if item is None or isinstance(item, _NOT_OUTPUTS):
+        return []
+    if isinstance(item, Mapping):
+        held: Iterable[Any] = item.values()
+    elif isinstance(item, tuple | list | set | frozenset | deque):
+        held = item
+    elif dataclasses.is_dataclass(item):
+        held = [getattr(item, field.name, None) for field in dataclasses.fields(item)]
+    else:
+        slots = [base.__dict__.get("__slots__", ()) for base in type(item).__mro__]
+        names = chain.from_iterable((each,) if isinstance(each, str) else each for each in slots)
+        held = [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in names)]
+        is_attribute = True
+    return [(each, is_attribute) for each in held]
 
 
 @not_compiled

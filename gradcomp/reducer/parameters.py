@@ -22,6 +22,8 @@ from gradcomp.comm.process_group import Explaining, ranks_of, require_group
 
 from .autograd import listed
 
+_OF_MODULES = [each.__code__ for each in (nn.Module.parameters, nn.Module.named_parameters)]
+
 
 def named_parameters(
     params: Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
@@ -32,7 +34,9 @@ def named_parameters(
     no parameter requires gradients, and for the parameters() or named_parameters() of a module that averages
     them itself.
     """
-    module = inspect.getgeneratorlocals(params).get("self") if inspect.isgenerator(params) else None
+    module: Any = None
+    if inspect.isgenerator(params) and params.gi_code in _OF_MODULES:
+        module = inspect.getgeneratorlocals(params).get("self")
     for each in module.modules() if isinstance(module, nn.Module) else ():
         # torch's, gradcomp's or torchft's.
         if any(cls.__name__ == "DistributedDataParallel" for cls in type(each).__mro__):
@@ -233,11 +237,14 @@ class Sharing:
 
     def indices(self) -> set[int]:
         """Return the parameters that other live Reducers have, too."""
-        return set().union(*self.others.values())
+        with _live_lock:
+            return set().union(*self.others.values())
 
     def require_same_ranks(self) -> None:
         """Raise RuntimeError if another Reducer is averaging one of the parameters over other ranks."""
-        for other, common in self.others.items():
+        with _live_lock:
+            others = list(self.others.items())
+        for other, common in others:
             if other.is_stepping and set(ranks_of(other._group)) != set(ranks_of(self._group)):
                 raise RuntimeError(
                     f"parameter {self._names[min(common)]} is being averaged by two Reducers in one "

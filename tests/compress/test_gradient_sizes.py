@@ -104,6 +104,7 @@ QUIET = {
     "less and less": (powersgd, [0.8**step for step in range(48)], {}),
     "noise": (int4, [2.0 ** (step * step % 3) for step in range(48)], {}),
     "no error feedback": (lambda: int4(use_error_feedback=False), tokens(), {}),
+    "no error feedback, PowerSGD": (lambda: powersgd(use_error_feedback=False), tokens(), {}),
     "16 bits": (lambda: (QuantizationState(bits=16), quantization_hook), tokens(), {}),
     "before compression": (lambda: powersgd(start=20), tokens(20) + ONES, {}),
     "a bucket of one element": (int4, tokens(), {"shapes": [(1,)]}),
