@@ -13,6 +13,7 @@ from gradcomp.command_line import OneLineParser, find_callable, positive_int
 from gradcomp.testing.check import PROPERTIES, check_hook
 from gradcomp.testing.claims import claims_of
 from gradcomp.testing.comparison import compare
+from gradcomp.testing.ranks import RankError
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
@@ -32,7 +33,8 @@ def _compared(text: str) -> tuple[str, Any, Any]:
 def _claim(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
-        return name, ast.literal_eval(value)
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        return name, dtype if isinstance(dtype, torch.dtype) else ast.literal_eval(value)
     except (SyntaxError, ValueError):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as contraction=0.1") from None
 
@@ -94,7 +96,10 @@ def _compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--world-size", type=positive_int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--csv", action="store_true", help="print CSV")
     options = parser.parse_args(arguments)
-    table = compare(options.hooks, steps=options.steps, world_size=options.world_size)
+    try:
+        table = compare(options.hooks, steps=options.steps, world_size=options.world_size)
+    except (RankError, ValueError) as error:
+        parser.error(f"{str(error).splitlines()[0]}; does a hook lack its state, or start after --steps?")
     print(table.csv() if options.csv else table)
     return 0
 

@@ -119,7 +119,7 @@ def check_hook(
     """Check a communication hook: search for workloads on which it fails a property that applies to it.
 
     make_state: make_state(process_group) makes a rank's state. None if the state is the process group.
-    world_size: the number of ranks; by default 2 and 3, and in some workloads 4 and 5.
+    world_size: the number of ranks; by default 2 and 3, and in some workloads 1, 4, 5 and 16.
     max_examples: the number of workloads drawn for a property, and the most that are listed for it.
         `completes`, with two strategies, draws twice as many, and expensive properties fewer.
     claims: the hook's claims; by default claims_of infers them from its state and a probe.

@@ -84,7 +84,7 @@ def compare(
         workloads = {name: replace(recipe, spectra=(name,)) for name in SPECTRA if name != "zero"}
     elif isinstance(gradients, Workload):
         workloads = {"workload": gradients}
-    elif tensors := list(gradients):
+    elif tensors := [each for each in gradients if each is not None]:
         each_alone = [(index,) for index in range(len(tensors))]
         workloads = {"given": RecordedWorkload.of([[tensors] * world_size] * steps, each_alone)}
     else:

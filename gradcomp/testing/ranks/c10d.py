@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,6 +64,9 @@ class Identity:
 
     def _restore(self, variables: list[dict[str, Any]]) -> None:
         for module, values in zip(self._modules, variables, strict=True):
+            for name in module.keys() - values.keys():
+                if not isinstance(module[name], ModuleType):  # which Python imports once
+                    del module[name]
             module.update(values)
 
     def __enter__(self) -> Identity:

@@ -28,7 +28,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -71,11 +71,21 @@ def _owner(filename: str) -> str:
 
 
 def _variables_of(values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the variables of the modules in which the user's functions and classes among the values are."""
-    found = {}
-    for value in values:
-        name = getattr(getattr(value, "func", value), "__module__", None)  # that of a partial's function
-        module = sys.modules.get(name) if callable(value) and name else None
+    """Return the variables of the modules in which the user's functions and classes among the values are.
+
+    Also those that partials and wrappers call.
+    """
+    found, seen, waiting = {}, list[Any](), list(values)
+    while waiting:
+        value = waiting.pop()
+        if not callable(value) or any(each is value for each in seen):
+            continue
+        seen.append(value)
+        with suppress(ValueError):  # an empty cell
+            waiting += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        waiting.append(getattr(value, "func", None))
+        name = getattr(value, "__module__", None)
+        module = sys.modules.get(name) if name else None
         if module is not None and _owner(getattr(module, "__file__", None) or name) == "user":
             found[name] = vars(module)
     return list(found.values())

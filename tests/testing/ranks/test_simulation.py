@@ -1,6 +1,7 @@
 """Simulated ranks have their own state, and run in an order that follows from the schedule."""
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -175,6 +176,23 @@ def test_a_buffer_in_flight_is_read_and_written_at_any_time() -> None:
 
     # The tensor is zeroed before the sum is formed, or after: no rank ever gets 2.
     assert {value for schedule in SCHEDULES for value in run_ranks(reuse, 2, schedule=schedule)} == {0, 1}
+
+
+num_calls = 0
+
+
+def counted(rank: int, group: dist.ProcessGroup) -> tuple[int, bool]:
+    global num_calls, made_by_rank_0
+    num_calls += 1
+    if rank == 0:
+        made_by_rank_0 = True
+    dist.barrier()
+    return num_calls, "made_by_rank_0" in globals()
+
+
+def test_a_rank_has_its_modules_variables() -> None:
+    assert run_ranks(partial(counted), 2) == [(1, True), (1, False)]
+    assert (num_calls, "made_by_rank_0" in globals()) == (0, False)
 
 
 # ---- torch's private names
