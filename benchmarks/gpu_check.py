@@ -61,7 +61,6 @@ HOOKS = (
     "tests/hooks/test_default_hooks.py",
     "tests/hooks/test_powersgd_resume.py",
     "tests/testing/test_check.py",
-    "tests/hooks/test_powersgd_training.py",
 )
 REDUCER = (
     "tests/reducer/test_gradients.py",

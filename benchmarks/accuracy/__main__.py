@@ -30,7 +30,6 @@ from benchmarks.training.options import parse as parse_training
 from benchmarks.training.runs import recorded, runs, simulated, work
 from benchmarks.training.tasks import TASKS
 from gradcomp.command_line import positive, positive_int
-from gradcomp.testing import run_ranks as run_simulated
 
 HOOKS = (
     "none,alone,fp16,int8,int4,int4:64,powersgd:16,powersgd:8,powersgd:4,powersgd:8:bf16,"
@@ -63,7 +62,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.ranks = options.simulated_ranks or options.ranks
     if (options.device == "cuda" or options.minutes) and not options.simulated_ranks:
         parser.error("--device cuda and --minutes are for --simulated-ranks")
+    if options.minutes and (options.resume or "alone" in options.hooks):
+        parser.error("--minutes makes its own steps for all runs together: leave out --resume and alone")
     if options.parameters:
+        options.heads = 4
         options.width = max(64, 64 * round((options.parameters / 12 * 64) ** (1 / 3) / 64))
         options.layers = max(1, round(options.parameters / (12 * options.width**2)))
     options.tasks = options.task.split(",")
@@ -86,6 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.results.unlink(missing_ok=True)
     exit_on_signals()
     if options.simulated_ranks:
+        from gradcomp.testing import run_ranks as run_simulated  # needs Hypothesis
+
         run_simulated(simulated, options.ranks, options, timeout_s=1e6)
     else:
         run_ranks(work, options.ranks, options)

@@ -41,7 +41,7 @@ def mlp(rank: int, ranks: int) -> Task:
 
 
 def gpt(rank: int, ranks: int) -> Task:
-    """Make the demo's GPT: 866,048 parameters, next bytes of Python's standard library."""
+    """Make the demo's GPT: 867,072 parameters, next bytes of Python's standard library."""
     task = gpt_task(GPT, 0, rank, ranks)
     task.optimizer = fused(task.net)
     return task

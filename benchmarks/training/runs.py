@@ -162,6 +162,8 @@ def train_all(
         gc.collect()  # DDP models are in reference cycles, and keep the group's threads alive
         run_s = row["ms_per_step"] / 1e3 * options.steps
         if options.minutes and mean_over_ranks(torch.tensor(time.monotonic() + run_s - ends)) > 0:
+            if rank == 0:
+                print(f"The time is up: {len(todo) - number} runs are left out.")
             break
 
 
@@ -180,5 +182,7 @@ def plan(
     ]
     own = [sum(row["ms_per_step"] for row in tried) / 1e3, time.monotonic() - started]
     step_s, used_s = mean_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
-    options.steps = max(MIN_STEPS, int((options.minutes * 60 * USED_PART - used_s) / step_s))
+    # A run validates twice as often as a trial.
+    left_s = options.minutes * 60 * USED_PART - used_s - 2 * max(0.0, used_s - PROBE_STEPS * step_s)
+    options.steps = max(MIN_STEPS, int(left_s / step_s))
     options.tokens_per_parameter = 0

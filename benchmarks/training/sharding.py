@@ -45,7 +45,7 @@ def shard(net: nn.Module, name: str, start_iter: int = 0) -> nn.Module:
         compress_reduce_scatter(net, QuantizationState(bits=BITS[gradients], start_iter=start_iter))
     if weights in BITS:
         for each in all_gathers(net, BITS[weights], 128, (), AUTO):
-            each.install()
+            each.param_group.install_all_gather(each)
     return net
 
 
