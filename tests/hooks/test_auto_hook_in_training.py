@@ -12,8 +12,8 @@ from tests.reducer.models import run_cases
 from tests.training import Averaged, Layers, drawn, parameters_of, train
 
 CANDIDATES = ("none", "int4", "powersgd:2:int8")
-OPTIONS = {"candidates": CANDIDATES, "start_iter": 2, "steps_per_turn": 3, "rounds": 2}
-STEPS = 26  # 2 plain ones, at most 18 of the trial
+OPTIONS = {"candidates": CANDIDATES, "start_iter": 2, "steps_per_turn": 3, "rounds": 1}
+STEPS = 40  # 2 plain ones, at most 36 of the trial
 
 
 def loss_of(model, rank, step):
