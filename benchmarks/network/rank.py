@@ -31,7 +31,7 @@ TIMEOUT = timedelta(seconds=60)
 WARM_UP_STEPS = 5  # torch's DDP rearranges its buckets after the first; compression starts after the third
 START_ITER = 3
 MIN_STEPS, MAX_STEPS = 5, 40
-MAX_TRIAL_STEPS = 400  # of auto_hook
+MAX_TRIAL_STEPS = 500  # of auto_hook, with four times its rounds
 LINK_BYTES = (1_000, 100_000, 1_000_000, 4_000_000)
 
 
