@@ -28,7 +28,7 @@ PLAIN = {"fsdp2": "fp32:fp32"}  # by wrapper, the steps that others are compared
 
 
 def placed(hook: str) -> Row:
-    """Return the fields of a hook in a row: whose it is, its name there, and what averages with it."""
+    """Return a hook's fields in a row: its library, its name there, and the wrapper that calls it."""
     start = next(start for start in PLACES if hook.startswith(start))
     hooks, wrapper = PLACES[start]
     return {"hooks": hooks, "hook": hook.removeprefix(start), "wrapper": wrapper}

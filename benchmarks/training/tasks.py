@@ -89,7 +89,7 @@ def _reading_once(
     rank: int,
     ranks: int,
 ) -> Task:
-    """read: returns so many windows to train on, in uint8, and the bytes to validate on."""
+    """Make the task. read(number of windows) returns windows to train on, and bytes to validate on."""
     torch.manual_seed(seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence)
     tokens = options.tokens_per_parameter * sum(parameter.numel() for parameter in net.parameters())
