@@ -1,9 +1,9 @@
 """Measure what compression costs in accuracy: train to the end with each hook, from several seeds.
 
-    python -m benchmarks.accuracy --task digits --hook none,int4,powersgd:4 --seeds 3
+    python -m benchmarks.accuracy --hook none,int4,powersgd:4 --seeds 3
 
-It trains a small GPT on text, and a convolutional network on scikit-learn's digits, on several
-ranks (gloo, CPU). From one seed every hook trains the same weights on the same data in the same order.
+It trains a small GPT on text, on several ranks (gloo, CPU). From one seed every hook trains the same weights
+on the same data in the same order.
 Compression starts after a tenth of the steps. PowerSGD is powersgd:RANK, powersgd:RANK:int8 with factors in
 int8 (or bf16, fp16), or batched:RANK for a bucket as one matrix. "alone" is every rank by itself, without
 communication: what a hook must beat.
@@ -15,20 +15,20 @@ momentum, and with ":to=50" exchanges become rarer as the square of the learning
 
 --task text judges local steps: the GPT reads text once, the sources of Python and of its packages, of
 --tokens-per-parameter; the number of steps follows.
-It writes accuracy.jsonl, a line per run, and a picture to --out.
+It writes accuracy.jsonl, a line per run, to --out, and a picture if the file has models of several sizes.
 """
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
 from benchmarks.accuracy import comparison
 from benchmarks.pictures import write_picture
 from benchmarks.ranks import exit_on_signals, run_ranks
+from benchmarks.records import read
 from benchmarks.training.options import parse as parse_training
 from benchmarks.training.runs import recorded, runs, simulated, work
-from benchmarks.training.tasks import TASKS
+from benchmarks.training.tasks import OPTIMIZERS, TASKS
 from gradcomp.command_line import positive, positive_int
 
 HOOKS = (
@@ -44,7 +44,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     tasks = ",".join(TASKS)
     text = f"comma-separated, of {tasks} (default %(default)s)"
-    parser.add_argument("--task", default="gpt,digits", help=text)
+    parser.add_argument("--task", default="gpt", help=text)
     text = "runs per hook, from --seed on (default %(default)s)"
     parser.add_argument("--seeds", type=positive_int, default=4, help=text)
     parser.add_argument("--resume", action="store_true", help="skip the runs that are in --out already")
@@ -58,6 +58,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parameters", type=positive, metavar="N", help=text)
     text = "train as many steps as fill this time, equally many with each hook"
     parser.add_argument("--minutes", type=positive, metavar="N", help=text)
+    text = "of the tasks text and grammar, with momentum (default %(default)s)"
+    parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help=text)
+    text = "the last steps, in which hooks send all in 8 bits, PowerSGD exactly (default %(default)s)"
+    parser.add_argument("--end-steps", type=positive_int, default=0, metavar="N", help=text)
     options = parse_training(parser, arguments, **DEFAULTS)
     options.ranks = options.simulated_ranks or options.ranks
     if (options.device == "cuda" or options.minutes) and not options.simulated_ranks:
@@ -72,11 +76,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for task in options.tasks:
         if task not in TASKS:
             parser.error(f"--task: there is no {task!r}; known are {tasks}")
-    if "digits" in options.tasks and importlib.util.find_spec("sklearn") is None:
-        parser.error(
-            "the digits come with scikit-learn, which is not installed: pip install 'gradcomp[accuracy]', "
-            "or leave them out with --task gpt"
-        )
     return options
 
 
@@ -97,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [found[run] for run in runs(options) if run in found]
     print("\n" + comparison.tables(rows))
     print(f"\nEvery run: {options.results}")
-    write_picture(comparison.draw, rows, options.out / "accuracy.png")
+    write_picture(comparison.draw, read(options.results), options.out / "accuracy.png")
     return 0
 
 

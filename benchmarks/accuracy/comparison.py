@@ -1,15 +1,14 @@
-"""The comparison of hooks over the seeds: tables, and a picture of validation loss against bytes sent."""
+"""The comparison of hooks over the seeds: tables, and a picture of added loss against the model's size."""
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 from benchmarks.pictures import COLORS, label_decades, picture
 from benchmarks.records import Row
+from benchmarks.training.options import split_rate
 
 
 @dataclass(frozen=True)
@@ -89,44 +88,24 @@ def mean_and_spread(values: Sequence[float], digits: int, sign: str = "") -> str
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
-def family_of(hook: str) -> str:
-    """Return the name of a hook's line: hooks that differ in their rank or number of steps share one."""
-    return re.sub(r"^(powersgd|batched|local):\d+", r"\1:R", hook)
-
-
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG with a panel per task: each hook's loss minus the first's, by bytes per step.
+    """Write a PNG of each hook's loss minus the first's against the model's size, a line per hook.
 
-    A line per family of hooks. Bars are standard deviations. Raises ImportError without matplotlib.
+    Raises ImportError without matplotlib, ValueError for rows of a single size.
     """
-    tasks = summaries(rows)
-    with picture(path, len(tasks), (4.5, 3.9)) as panels:
-        for axes, (task, hooks) in zip(panels, tasks.items(), strict=True):
-            _draw_panel(axes, hooks)
-            axes.set_title(f"{task}, seeds: {len(hooks[0].losses)}", loc="left")
-
-
-def _draw_panel(axes: Any, hooks: Sequence[Summary]) -> None:
-    axes.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
-    shown = sorted(hooks[1:], key=lambda hook: hook.bytes_per_step)
-    shown = [hook for hook in shown if hook.bytes_per_step]
-    families = list(dict.fromkeys(family_of(hook.hook) for hook in shown))
-    for color, family in zip(cycle(COLORS[1:-2]), families, strict=False):  # without yellow, for the labels
-        drawn = [hook for hook in shown if family_of(hook.hook) == family]
-        points = [(hook.bytes_per_step / 1e3, statistics.mean(hook.differences)) for hook in drawn]
-        spreads = [statistics.stdev(hook.differences) if len(hook.losses) > 1 else 0 for hook in drawn]
-        axes.errorbar(*zip(*points, strict=True), yerr=spreads, fmt="o-", color=color, capsize=3)
-        for hook, point in zip(drawn, points, strict=True):
-            # Neighbors' labels go up and down in turns.
-            up = shown.index(hook) % 2 == 0
-            label = {"textcoords": "offset points", "xytext": (4, 6 if up else -6), "color": color}
-            label |= {"rotation": 45 if up else -45, "va": "bottom" if up else "top"}
-            axes.annotate(hook.hook, point, fontsize=9, rotation_mode="anchor", **label)
-    for hook in hooks:
-        if hook.bytes_per_step == 0:
-            gap = statistics.mean(hook.differences)
-            axes.axhline(gap, color="0.3", linestyle="--", label=f"{hook.hook}, no communication")
-    axes.set(xscale="log", xlabel="kB per step", ylabel=f"loss minus {hooks[0].hook}'s, nats")
-    label_decades(axes.xaxis)
-    axes.margins(x=0.15, y=0.45)
-    axes.legend(frameon=False)
+    sizes = sorted({row["num_parameters"] for row in rows})
+    if len(sizes) < 2:
+        raise ValueError("it needs models of two sizes in one file, see --resume")
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for size in sizes:
+        for hooks in summaries([row for row in rows if row["num_parameters"] == size]).values():
+            for each in hooks[1:]:
+                name = split_rate(each.hook)[0]
+                lines.setdefault(name, []).append((size, statistics.mean(each.differences)))
+    with picture(path, 1, (4.5, 3.9)) as [axes]:
+        axes.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
+        for color, (name, points) in zip(cycle(COLORS[1:-2]), lines.items(), strict=False):
+            axes.plot(*zip(*points, strict=True), "o-", color=color, label=name)
+        axes.set(xscale="log", xlabel="parameters", ylabel="loss added, nats per byte")
+        label_decades(axes.xaxis)
+        axes.legend(frameon=False, fontsize="small")

@@ -145,28 +145,18 @@ def cell(found: Sequence[Row], beside: Sequence[Row]) -> str:
     if not found:
         return ""
     if failed := [row for row in found if "failed" in row]:
-        return failure(failed[0])
+        return str(failed[0]["failed"]).partition(":")[0]  # aborts, or hangs
     wrapper = found[0]["wrapper"]
     plain = (PLAIN[wrapper], wrapper) if wrapper in PLAIN else ("none", "torch")
     baseline = of(beside, hook=plain[0], hooks="gradcomp", wrapper=plain[1])
-    ms = shown(median_ms(found))
+    ms = f"{(median := median_ms(found)):.{0 if median >= 99.95 else 1}f}"
     if not baseline or any("failed" in row for row in baseline):
         return ms
-    return f"{median_ms(baseline) / median_ms(found):.1f}×, {ms}"
-
-
-def shown(milliseconds: float) -> str:
-    """Format a step's time in ms: without decimals from 100 on, else with one."""
-    return f"{milliseconds:.0f}" if milliseconds >= 99.95 else f"{milliseconds:.1f}"
+    return f"{median_ms(baseline) / median:.1f}×, {ms}"
 
 
 def median_ms(runs: Sequence[Row]) -> float:
     return statistics.median(row["step_ms"] for row in runs)
-
-
-def failure(row: Row) -> str:
-    """Say in a word how a job failed: it aborts, or hangs."""
-    return str(row["failed"]).partition(":")[0]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

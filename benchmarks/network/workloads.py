@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.training.tasks import Batch, Task, digits_images
+from benchmarks.training.tasks import Batch, Task, adamw
 from benchmarks.training.tasks import gpt as gpt_task
 
 MLP_BATCH = 64  # per rank
@@ -21,8 +21,15 @@ def mlp(rank: int, ranks: int) -> Task:
     The images are enlarged, and moved by up to three pixels each time. Raises ImportError without
     scikit-learn.
     """
-    small, labels, num_training = digits_images()
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    small, labels = (
+        torch.from_numpy(data.images).float().unsqueeze(1) / 16,
+        torch.from_numpy(data.target).long(),
+    )
     images = functional.interpolate(small, size=28, mode="bilinear").squeeze(1)
+    num_training = len(images) - 359  # the last ones are held out
     padded = functional.pad(images[:num_training], (MAX_SHIFT,) * 4)
     generator = torch.Generator().manual_seed(rank)
     pixels = torch.arange(28)
@@ -37,19 +44,12 @@ def mlp(rank: int, ranks: int) -> Task:
     hidden = [nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
     net = nn.Sequential(*hidden, nn.Linear(1024, 10))
     validation = images[num_training:].flatten(1), labels[num_training:]
-    return Task(net, fused(net), draw, validation, steps=0)
+    return Task(net, adamw, 1e-3, draw, validation, steps=0)
 
 
 def gpt(rank: int, ranks: int) -> Task:
     """Make the demo's GPT: 867,072 parameters, next bytes of Python's standard library."""
-    task = gpt_task(GPT, 0, rank, ranks)
-    task.optimizer = fused(task.net)
-    return task
-
-
-def fused(net: nn.Module) -> torch.optim.Optimizer:
-    # One pass, where the default takes eleven, longer than forward and backward of the MLP.
-    return torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    return gpt_task(GPT, 0, rank, ranks)
 
 
 WORKLOADS: dict[str, Callable[[int, int], Task]] = {"mlp": mlp, "gpt": gpt}

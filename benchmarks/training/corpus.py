@@ -94,14 +94,17 @@ def _as_tensor(texts: list[bytes]) -> Tensor:
 def sentences(num_bytes: int, seed: int) -> tuple[Tensor, float]:
     """Write text whose entropy is known, as long as wanted: (the bytes, the entropy in nats per byte).
 
-    One of ``SUCCESSORS`` words follows a word, with probabilities as 1, 1/2, 1/3 and so on. Words that are
-    neighbors in one random order are followed by neighbors in another, so that a model has much to learn, the
-    more the larger it is. The entropy is of a reader who knows the words and the orders.
+    One of ``SUCCESSORS`` words follows a word, with probabilities as 1, 1/2, 1/3 and so on: the first of few
+    common words, the second of more and rarer ones, and the last of the rarest. Which one of them follows
+    from the word. So a small model learns something, and a larger one more. The entropy is of a reader
+    who knows all words and what follows them.
     """
     generator = torch.Generator().manual_seed(seed)
     letters = torch.randint(97, 123, (NUM_WORDS, 5), generator=generator, dtype=torch.uint8).unique(dim=0)
-    spelled = functional.pad(letters, (0, 1), value=ord(" "))
-    place, word = (torch.randperm(len(spelled), generator=generator) for _ in range(2))
+    letters = letters[torch.randperm(len(letters), generator=generator)]
+    # Of a multiple of SUCCESSORS ** 3 words, no word is among the successors of another word twice.
+    spelled = functional.pad(letters[: len(letters) // SUCCESSORS**3 * SUCCESSORS**3], (0, 1), value=ord(" "))
+    place = torch.randperm(len(spelled), generator=generator).double() / len(spelled)
     chances = 1 / torch.arange(1.0, SUCCESSORS + 1, dtype=torch.float64)
     chances /= chances.sum()
     num_steps = math.ceil(num_bytes / (NUM_STREAMS * spelled.shape[1]))
@@ -109,7 +112,8 @@ def sentences(num_bytes: int, seed: int) -> tuple[Tensor, float]:
     now = torch.randint(len(spelled), (NUM_STREAMS,), generator=generator)
     for row in words:
         next_one = torch.multinomial(chances, NUM_STREAMS, replacement=True, generator=generator)
-        now = word[(place[now] + next_one) % len(spelled)]
+        share = (next_one + place[now]) / SUCCESSORS
+        now = (share**3 * len(spelled)).long()
         row.copy_(now)
     entropy = float(-(chances * chances.log()).sum()) / spelled.shape[1]
     return spelled[words.T.flatten()].flatten()[:num_bytes], entropy

@@ -13,7 +13,6 @@ from torch import Tensor
 from benchmarks.training.wire import Wire
 
 SHOW_EVERY_S = 2.0
-LAST_STEPS = 10  # the steps over which the reported training loss is averaged
 
 
 class Recorder:
@@ -73,7 +72,6 @@ class Recorder:
             "bytes_per_step": self.step_bytes[-1],
             # In the first half DDP rebuilds its buckets, caches fill, and auto_hook tries its candidates.
             "ms_per_step": statistics.mean(self.step_s[self.steps // 2 :]) * 1e3,
-            "loss": statistics.mean(losses[-LAST_STEPS:]),
             "validation_loss": self.validation_losses[-1][1],
             "losses": losses,
             "validation_losses": self.validation_losses,

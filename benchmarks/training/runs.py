@@ -27,6 +27,7 @@ TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for 
 BUCKET_CAP_MB = 1  # so that there are several buckets
 # The options, beside the task, the hook and the seed, on which a run's result depends.
 OPTIONS = ("ranks", "steps", "tokens_per_parameter", "width", "layers", "heads", "batch", "sequence")
+LATER_OPTIONS = {"optimizer": "adamw", "end_steps": 0}  # what rows without them had
 PROBE_STEPS, USED_PART = 20, 0.9  # of options.minutes
 PER_STEP = ("losses", "step_bytes", "step_s")  # lists in a row
 
@@ -40,12 +41,12 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
 def recorded(options: argparse.Namespace) -> dict[tuple[int, str, str], Row]:
     """Return the rows in ``options.results`` of runs with these options, by seed, task and hook."""
     rows = read(options.results) if options.results.exists() else []
-    known = [row for row in rows if row["options"] == options_of(options)]
+    known = [row for row in rows if LATER_OPTIONS | row["options"] == options_of(options)]
     return {(row["seed"], row["task"], row["hook"]): row for row in known}
 
 
 def options_of(options: argparse.Namespace) -> dict[str, object]:
-    return {name: getattr(options, name) for name in OPTIONS}
+    return {name: getattr(options, name) for name in (*OPTIONS, *LATER_OPTIONS)}
 
 
 def train(
@@ -57,21 +58,23 @@ def train(
     The learning rate rises for the task's warm-up, and falls to 0.
     """
     task = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size())
-    optimizer, (name, learning_rate) = task.optimizer, split_rate(hook)
+    name, learning_rate = split_rate(hook)
     task.net.to(device)
     validation = [each.to(device) for each in task.validation]
     on_cuda = device.type == "cuda"
     if on_cuda:
         task.net.compile()
-    if learning_rate is not None:
-        optimizer.param_groups[0]["lr"] = learning_rate
     recorder = Recorder(task.steps, wire, options.validations, is_alone=name == ALONE)
     start_iter = recorder.every
     auto_options = {"start_iter": start_iter, "rounds": 1}  # a short trial, for a short run
-    averaged = Averaged(task.net, optimizer, name, start_iter, BUCKET_CAP_MB, auto_options)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / task.warmup_steps, 1) * (1 - step / task.steps)
-    )
+    averaged = Averaged(task.net, name, start_iter, BUCKET_CAP_MB, auto_options, options.end_steps)
+    optimizers = task.optimizers(task.net, task.learning_rate if learning_rate is None else learning_rate)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            each, lambda step: min((step + 1) / task.warmup_steps, 1) * (1 - step / task.steps)
+        )
+        for each in optimizers
+    ]
     accuracies: list[float] = []
     half = partial(torch.autocast, device.type, torch.bfloat16, enabled=on_cuda)
 
@@ -89,11 +92,14 @@ def train(
         with recorder.step():
             with half():
                 loss = loss_of(averaged.model(inputs), classes)
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             loss.backward()  # the hook runs in here, once per bucket
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             averaged.end_step(step + 1, task.steps)
-        schedule.step()
+        for schedule in schedules:
+            schedule.step()
         recorder.losses.append(loss.detach())
         if recorder.is_time_to_validate():
             validate()
@@ -104,6 +110,8 @@ def train(
     sent_bytes = sum(result["step_bytes"])
     if averaged.local is not None:
         result["bytes_per_step"] = sent_bytes // task.steps
+    elif options.end_steps:
+        result["bytes_per_step"] = result["step_bytes"][-1 - options.end_steps]
     return {
         "task": task_name,
         "hook": hook,
@@ -118,6 +126,7 @@ def train(
         **result,
         "validation_accuracy": accuracies[-1],
         "choice": averaged.auto and averaged.auto.choice,
+        "held_back": averaged.held_back,
         "options": options_of(options),
     }
 
