@@ -27,7 +27,7 @@ import torch.distributed as dist
 from gradcomp.device import has_streams
 
 from ..comm.bucket import ShardBucket, real_shape
-from ..comm.pipeline import Stages
+from ..comm.exchange import Works
 from ..comm.streams import side_stream
 from .agreement import Place, digest_of
 from .compressor import BucketSpec, Compressor, State
@@ -137,8 +137,8 @@ class Bucket:
 
     def stages(
         self, bucket: dist.GradBucket, group: dist.ProcessGroup, seed: int, undoable: int | None
-    ) -> Stages:
-        """Reduce a bucket with the compressor. Yields each collective under way, and returns the buffer.
+    ) -> Works:
+        """Reduce a bucket with the compressor. Yields each collective under way.
 
         seed: the seed for random choices.
         undoable: the step's number, to keep what takes it back; None to keep nothing.
@@ -150,7 +150,6 @@ class Bucket:
             self._send_pending(flat, unused)
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
         yield from compressor.reduce(flat, out, group, seed, unused)
-        return flat
 
     def _snapshot(self, compressor: Compressor) -> Callable[[], None]:
         """Copy what a step changes. Returns a function that takes the bucket back to now."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ..comm.all_reduce import average_in_place
 from ..comm.bucket import ShardBucket, checked_bucket
 from ..comm.exchange import reduce_scatter
-from ..comm.pipeline import Pipeline, Stages, average_in_stages
+from ..comm.pipeline import Pipeline, average_in_stages
 from ..comm.process_group import Explaining
 from ..comm.streams import Future
 from ..comm.torch_private import current_graph_task_id, queue_callback
@@ -236,7 +236,8 @@ class CompressorState(SavedState):
     def _average_plainly(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Future:
         buffer, operation = bucket.buffer(), Explaining.averaging(bucket.index(), hook_name, group)
         if isinstance(bucket, ShardBucket):
-            return average_in_stages(bucket, _sum_of_shard(bucket, group), operation, self._pipeline)
+            summing = reduce_scatter(bucket.shard, buffer.view(group.size(), -1), group)
+            return average_in_stages(bucket, summing, operation, self._pipeline)
         if self.recorder is not None:
             self.recorder.add_plain(self.iter, bucket.index(), buffer, group)
         return average_in_place(bucket, group, operation, self._pipeline)
@@ -310,13 +311,6 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
     if not isinstance(state, CompressorState):
         raise TypeError(f"compress_hook takes a CompressorState as its state, got {described(state)}")
     return state.average("compress_hook", bucket)
-
-
-def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:
-    """Sum a bucket's shard without compression. Yields the collective."""
-    buffer = bucket.buffer()
-    yield from reduce_scatter(bucket.shard, buffer.view(group.size(), -1), group)
-    return buffer
 
 
 class Steps:

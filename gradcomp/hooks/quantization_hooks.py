@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm.bucket import KeptBuffers, checked_bucket, require_bucket
-from gradcomp.comm.exchange import has_delay
+from gradcomp.comm.exchange import Works, has_delay
 from gradcomp.comm.nodes import AUTO
-from gradcomp.comm.pipeline import Stages, average_in_stages
+from gradcomp.comm.pipeline import average_in_stages
 from gradcomp.comm.process_group import Explaining
 from gradcomp.comm.streams import Future, completed
 from gradcomp.compress.compressor import BucketSpec
@@ -200,7 +200,7 @@ def _average_in_8_bits(
     def layout_for(num_shards: int) -> BlockLayout:
         return BlockLayout(spec.shapes, block_size_of(numel, num_shards), num_shards)
 
-    def stages() -> Stages:
+    def stages() -> Works:
         all_reduce = _all_reduces.take(parameters, hook_name, key)
         if all_reduce is None:
             all_reduce = FlatAllReduce(
@@ -209,7 +209,6 @@ def _average_in_8_bits(
         yield from all_reduce.reduce(buffer, buffer, group, (), None)
         if parameters:
             _all_reduces.keep(parameters[0], hook_name, key, all_reduce)
-        return buffer
 
     # stages() makes the all-reduce, so that on CUDA its tensors belong to the side stream.
     return average_in_stages(bucket, stages(), Explaining.averaging(bucket.index(), hook_name, group))

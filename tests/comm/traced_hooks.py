@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import gradcomp
-from gradcomp.comm import nodes, pipeline
+from gradcomp.comm import exchange, nodes, pipeline
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.process_group import Explaining, kept_of
 from gradcomp.compress.compressor import BucketSpec
@@ -198,13 +198,12 @@ class HookOfCodes:
         buffer, index = bucket.buffer(), bucket.index()
         spec = BucketSpec((), buffer.dtype, buffer.device, 1, 0, 1, has_delay=self._is_one_exchange)
 
-        def stages() -> pipeline.Stages:
+        def stages() -> exchange.Works:
             if index not in self._of_buckets:
                 layout_for = partial(BlockLayout, SHAPES[index], 16)
                 options = {"bits": 4, "error_feedback": True, "uncompressed_dtype": None}
                 self._of_buckets[index] = self._kind(layout_for, buffer.dtype, spec, **options)
             yield from self._of_buckets[index].reduce(buffer, buffer, dist.group.WORLD, (), None)
-            return buffer
 
         operation = Explaining.averaging(index, "HookOfCodes", dist.group.WORLD)
         return pipeline.average_in_stages(bucket, stages(), operation)
