@@ -28,6 +28,7 @@ from gradcomp.device import has_streams
 
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.exchange import Works
+from ..comm.process_group import Explaining
 from ..comm.streams import side_stream
 from .agreement import Place, digest_of
 from .compressor import BucketSpec, Compressor, State
@@ -57,6 +58,7 @@ class Bucket:
     sent: the pending errors that are part of this step's average. On CUDA the side stream may read one until
         the step ends, so it is freed in the next step.
     undo: (the last step's number, functions that take it back when called in turn), if the state keeps these.
+    operation: explains errors of its averages; None before the first.
     """
 
     index: int
@@ -73,6 +75,7 @@ class Bucket:
     pending: dict[int, torch.Tensor | None] = field(default_factory=dict)
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
     undo: tuple[int, list[Callable[[], None]]] | None = None
+    operation: Explaining | None = None
 
     @cached_property
     def draw(self) -> int:
@@ -122,17 +125,6 @@ class Bucket:
         is_same_shape = shapes == self.shapes or list(map(real_shape, parameters)) == self.shapes
         return is_same_shape and self.options == options
 
-    def unused(self, bucket: dist.GradBucket) -> list[int]:
-        """Return the positions of the tensors that this rank's backward has not used, as far as known.
-
-        torch's DDP calls a hook before it writes averages, so a parameter without a gradient was not used.
-        gradcomp's buckets don't tell: the list is empty, and the Reducer calls CompressorState.take_back for
-        each parameter that no rank has used.
-        """
-        if not isinstance(bucket, dist.GradBucket):
-            return []
-        return [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
-
     # --- the compressor ---
 
     def stages(
@@ -143,8 +135,12 @@ class Bucket:
         seed: the seed for random choices.
         undoable: the step's number, to keep what takes it back; None to keep nothing.
         """
-        compressor, flat, unused = self.compressor, bucket.buffer(), self.unused(bucket)
+        compressor, flat, unused = self.compressor, bucket.buffer(), []
         assert compressor is not None
+        # torch's DDP calls a hook before it writes averages, so a parameter without a gradient was not used.
+        # gradcomp's buckets don't tell: the Reducer calls take_back for each one that no rank has used.
+        if isinstance(bucket, dist.GradBucket):
+            unused = [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
         self.undo = None if undoable is None else (undoable, [self._snapshot(compressor)])
         if self.pending and self.waits:
             self._send_pending(flat, unused)
@@ -302,7 +298,7 @@ class ParameterStates:
         new = Bucket(index, dtype, options, shapes, keys, list(map(weakref.ref, parameters)))
         for each in self._buckets:
             if each.keys == keys and (each.dtype, each.options, each.shapes) == (dtype, options, shapes):
-                each.index, each.parameters = index, new.parameters
+                each.index, each.parameters, each.operation = index, new.parameters, None
                 return each
         for each in self._buckets:
             if not set(keys).isdisjoint(each.keys):
@@ -336,7 +332,8 @@ class ParameterStates:
         """Take over the entries of a bucket's parameters from its compressor, and drop the compressor."""
         for key, entry in bucket.entries().items():
             self._entries.setdefault(key, {}).update(entry)
-        bucket.compressor, bucket.made_for, bucket.pending, bucket.sent = None, (), {}, {}
+        bucket.compressor, bucket.made_for, bucket.operation = None, (), None
+        bucket.pending, bucket.sent = {}, {}
         if bucket.undo is not None:
             self.lost_undo, bucket.undo = max(self.lost_undo, bucket.undo[0]), None
 

@@ -10,7 +10,6 @@ from ..comm.process_group import joined_group
 from ..rules import SCALE
 from . import checkpoint
 from .checkpoint import PROGRESS, owner_of
-from .gradient_sizes import GradientSizes
 from .parameter_states import Entries, ParameterStates
 from .settings import ConfiguredState, Settings, as_dict, logger_of
 
@@ -24,6 +23,7 @@ class SavedState(ConfiguredState):
     total_numel_after_compression: int
     next_stats_report: int
     _steps: Any  # Steps
+    _sizes: Any  # GradientSizes
 
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
@@ -31,7 +31,6 @@ class SavedState(ConfiguredState):
         self.settings = settings
         self._states = ParameterStates()
         self._scale: float | None = None  # of gradients and errors
-        self._sizes: GradientSizes | None = GradientSizes()  # None once judged
         self.next_stats_report = 0
         self.total_numel_before_compression = self.total_numel_after_compression = 0
         self._errors_of: dict[str, Any] | None = None  # the rank that saved the loaded errors, until a step

@@ -18,13 +18,17 @@ So a step ends in one of three ways:
 undo_step takes back all steps since a change, such as the steps of several models.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from gradcomp.device import has_streams, pinned
 
 from ..comm.all_reduce import average_in_place
 from ..comm.bucket import ShardBucket, checked_bucket
@@ -39,9 +43,21 @@ from .announcement import LONG_START, UNCLAIMED, announce_phase, announce_start,
 from .compressor import Compressor
 from .parameter_states import Bucket
 from .saved_state import SavedState
-from .settings import Settings, option
+from .settings import Settings, logger_of, option
 
 __all__ = ["CompressorState", "Phase", "compress_hook", "option"]
+
+NUM_STEPS = 40  # whose gradients' sizes are compared
+NUM_PARTS, PART_NUMEL = 8, 512  # of a bucket, as far as it is that large
+# A loss spike jumps twice, a GradScaler's scale by a factor of 2.
+JUMP, MANY_JUMPS = 8, 6
+JUMPED = (
+    f"%s: gradients became {JUMP} or more times larger or smaller from one step to the next %d times in "
+    f"{NUM_STEPS} steps, but errors keep the unit of the gradients that left them. Likely cause: averages "
+    "are divided by each step's tokens or samples. Multiply the loss instead, by "
+    "gradcomp.loss_factor(count), or call state.rescale_errors before every backward; see "
+    "docs/weighted_averages.md."
+)
 
 
 class Phase(NamedTuple):
@@ -127,6 +143,7 @@ class CompressorState(SavedState):
         self._steps: Steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
         self.announced: set[str] = set()
+        self._sizes: GradientSizes | None = GradientSizes()  # None once judged
         self._pipeline = Pipeline()
         self.recorder: Any = None
         self.shard_group: dist.ProcessGroup | None = None
@@ -251,8 +268,14 @@ class CompressorState(SavedState):
             self._make_compressor(bucket, phase, own)
         compressor, is_first = own.compressor, self._steps.num_buckets == 1
         assert compressor is not None
-        if self._sizes is not None and is_first and self._sizes.are_judged(self, own.keys, buffer):
-            self._sizes = None
+        if (
+            self._sizes is not None and is_first and step >= 2
+        ):  # DDP rebuilds its buckets after the first step
+            num_jumps = self._sizes.note(step, own.keys, buffer)
+            if num_jumps is not None:
+                self._sizes = None
+                if num_jumps >= MANY_JUMPS and self._states.have_errors:
+                    logger_of(self).warning(JUMPED, self.algorithm, num_jumps)
         if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
         else:
@@ -266,8 +289,9 @@ class CompressorState(SavedState):
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
             elif self.recorder is not None:
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
-            operation = Explaining.averaging(bucket.index(), hook_name, group)
-            future = self._pipeline.add(bucket, running, operation, is_first=is_first)
+            if own.operation is None:
+                own.operation = Explaining.averaging(bucket.index(), hook_name, group)
+            future = self._pipeline.add(bucket, running, own.operation, is_first=is_first)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += compressor.sent_numel
         self._steps.gradient_bytes += buffer.nbytes
@@ -360,7 +384,8 @@ class Steps:
         self.num_buckets += 1
         if backward not in (-1, self._backward):
             self._backward, self._watched = backward, list(map(weakref.ref, parameters))
-            queue_callback(self._end_backward)
+            # A callback of a callback comes after DDP's, which writes the averages to the gradients.
+            queue_callback(partial(queue_callback, self._end_backward))
         return True
 
     def end(self) -> None:
@@ -371,16 +396,57 @@ class Steps:
             self._parameters = set()
 
     def _end_backward(self) -> None:
-        self._backward = -1
+        self._backward, self._left = -1, self._versions()
         self.is_over = self.num_buckets > 0
-        # After DDP's callback, which writes the averages to the gradients, on every rank.
-        queue_callback(self._leave)
-
-    def _leave(self) -> None:
-        self._left = self._versions()
 
     def _versions(self) -> list[Any]:
         """Return numbers that grow with every change of the watched parameters and their gradients."""
         watched = [ref() for ref in self._watched]
         watched += [None if each is None else each.grad for each in watched]
         return [each is not None and (each.is_inference() or each._version) for each in watched]
+
+
+class GradientSizes:
+    """The norms of some parts of every step's first bucket: a unit that changes from step to step shows.
+
+    norms: [NUM_STEPS, NUM_PARTS] in fp32, divided by the step's scale; None before the first step.
+    keys: of the bucket; a state may have several models.
+    num_steps, last_step: the number of steps noted, and the last one's own number.
+    scale: the product of all factors of rescale_errors, so far.
+    """
+
+    def __init__(self) -> None:
+        self.norms: torch.Tensor | None = None
+        self.keys: list[str] = []
+        self.num_steps, self.last_step, self.scale = 0, -1, 1.0
+        self._copied: torch.cuda.Event | None = None
+
+    def note(self, step: int, keys: list[str], buffer: torch.Tensor) -> int | None:
+        """Note a step's first bucket. Returns num_jumps of NUM_STEPS steps, None before it is known."""
+        if self.norms is None:
+            self.keys = keys
+            self.norms = torch.zeros(NUM_STEPS, NUM_PARTS, dtype=torch.float32, device=buffer.device)
+        if self.keys != keys:
+            return None
+        if self.num_steps == NUM_STEPS:
+            return self.num_jumps()
+        stride, wide = buffer.numel() // NUM_PARTS, torch.promote_types(buffer.dtype, torch.float32)
+        parts = buffer.as_strided((NUM_PARTS, min(stride, PART_NUMEL)), (stride, 1))
+        self.norms[self.num_steps] = torch.linalg.vector_norm(parts, dim=1, dtype=wide) / self.scale
+        self.num_steps, self.last_step = self.num_steps + 1, step
+        return None
+
+    def num_jumps(self) -> int | None:
+        """Return how often most parts jumped, all in one direction; None while CUDA copies the norms."""
+        assert self.norms is not None
+        if has_streams(device := self.norms.device):
+            host = pinned(torch.empty(self.norms.shape, dtype=torch.float32, device="cpu"), device)
+            self.norms = host.copy_(self.norms, non_blocking=True)
+            self._copied = torch.cuda.current_stream(device).record_event()
+        if self._copied is not None and not self._copied.query():
+            return None
+        logs = self.norms.log2().diff(dim=0)
+        is_known = logs.isfinite()  # not of zeros, inf and NaN
+        limit = math.log2(JUMP)
+        in_one_direction = (~is_known | (logs >= limit)).all(1) | (~is_known | (logs <= -limit)).all(1)
+        return int((in_one_direction & (is_known.sum(1) > NUM_PARTS // 2)).sum())

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.compress.gradient_sizes import NUM_STEPS, GradientSizes
+from gradcomp.compress.state import NUM_STEPS, GradientSizes
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_runs import Messages
@@ -42,7 +42,9 @@ def warnings_of(made, scales, *, dtype=torch.float32, shapes=SHAPES, change=None
         if rescales and before is not None:
             state.rescale_errors(scale / before)
         with Messages("gradcomp") as lines:
-            hook(state, GradBucket(0, gradient.to(dtype), parameters, is_last=True)).wait()
+            # As in DDP, whose first step has other buckets.
+            of_step = parameters[:: 1 if step else -1]
+            hook(state, GradBucket(0, gradient.to(dtype), of_step, is_last=True)).wait()
         found += [(step, line) for line in lines if line.startswith("WARNING") and "errors keep" in line]
         before = scale
     return found
