@@ -161,7 +161,7 @@ def checked_bucket(
             "was made there: wrap the model and run backward outside of it. gradcomp.average_ works in it"
         )
     group = dist.group.WORLD if process_group is None else process_group
-    if group not in known_groups:
+    if group is None or group not in known_groups:
         group = resolve_group(hook_name, process_group, group_name)
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         require_dense_floats(hook_name, buffer)

@@ -73,7 +73,7 @@ def resolve_group(whose: str, process_group: Any, argument: str = "process_group
     Raises RuntimeError if there is no default group, and the errors of require_group.
     """
     group = dist.group.WORLD if process_group is None else process_group
-    if group in known_groups:
+    if group is not None and group in known_groups:
         return group
     require_group(whose, process_group, argument)
     if group is None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.device import has_streams
+from gradcomp.layout.flat import ShardLayout
 
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.exchange import Works
@@ -53,8 +54,8 @@ class Bucket:
     made_for: what the state has made it for; empty without one.
     unit: the buffer's gradients have been multiplied by it; so have the compressor's and the pending errors,
         but not the errors of entries.
-    pending: by position, errors that another compressor has left of tensors that this one sends exactly. Each
-        is added to its tensor's next gradient, and so sent once: then None. That of an unused tensor waits.
+    pending: by position, errors of tensors that the compressor doesn't keep. Each is added to its tensor's
+        next gradient, and so sent once: then None. That of an unused tensor waits.
     sent: the pending errors that are part of this step's average. On CUDA the side stream may read one until
         the step ends, so it is freed in the next step.
     undo: (the last step's number, functions that take it back when called in turn), if the state keeps these.
@@ -143,7 +144,7 @@ class Bucket:
             unused = [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
         self.undo = None if undoable is None else (undoable, [self._snapshot(compressor)])
         if self.pending and self.waits:
-            self._send_pending(flat, unused)
+            self._send_pending(bucket, unused, group.size())
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
         yield from compressor.reduce(flat, out, group, seed, unused)
 
@@ -157,26 +158,34 @@ class Bucket:
 
         return undo
 
-    def _send_pending(self, flat: torch.Tensor, unused: Sequence[int]) -> None:
+    def _send_pending(self, bucket: dist.GradBucket, unused: Sequence[int], world_size: int) -> None:
         """Add the pending errors of used tensors to their gradients."""
         self.sent = {i: error for i, error in self.pending.items() if error is not None and i not in unused}
-        parts = flat.split(self.numels)
-        for position, error in self.sent.items():
-            parts[position].add_(error)
-            self.pending[position] = None
+        self.pending |= dict.fromkeys(self.sent)
+        if not isinstance(bucket, ShardBucket):
+            parts = bucket.buffer().split(self.numels)
+            for position, error in self.sent.items():
+                parts[position].add_(error)
+        elif self.sent:
+            errors, rows = self._added(self.sent), bucket.buffer().view(world_size, -1)
+            for row, own, in_row in ShardLayout(self.shapes, world_size).shards():
+                rows[row, in_row] += errors[own]
 
     def current_error(self) -> torch.Tensor | None:
         """Return this rank's error, [numel], for reading only; None on all ranks or on none."""
         assert self.compressor is not None
         error = self.compressor.current_error()
-        return error if error is None or not self.waits else self._with_pending(error)
+        return error if error is None or not self.waits else self._added(self.pending, error)
 
-    def _with_pending(self, error: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of the compressor's error, [numel], with the pending errors in their places."""
-        whole = self._zeros() if error is None else error.clone()
+    def _added(
+        self, errors: Mapping[int, torch.Tensor | None], to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a copy of an error, [numel], by default zeros, plus errors by position."""
+        whole = self._zeros() if to is None else to.clone()
         parts = whole.split(self.numels)
-        for position, each in self.pending.items():
-            parts[position][:] = 0.0 if each is None else each
+        for position, each in errors.items():
+            if each is not None:
+                parts[position].add_(each)
         return whole
 
     def _zeros(self) -> torch.Tensor:
@@ -200,8 +209,10 @@ class Bucket:
         position = self.keys.index(key)
         if self.compressor is None:
             return
-        if position not in self.compressor.sent_exactly:
-            self.compressor.add_to_error(sum(self.numels[:position]), values)
+        rest = self.compressor.add_to_error(sum(self.numels[:position]), values)
+        if rest is not None:
+            own, waiting = rest.split(self.numels)[position], self.pending.get(position)
+            self.pending[position] = own if waiting is None else own + waiting
         elif position in self.sent:
             self.pending[position] = values.clone()  # which has the error that was sent
 
@@ -214,7 +225,7 @@ class Bucket:
             return entries
         state = self.compressor.state()
         if self.pending:  # zeros where they have been sent: all ranks have entries of the same names
-            state["error"] = self._with_pending(state.get("error"))
+            state["error"] = self._added(self.pending, state.get("error"))
         for name, value in state.items():
             if name == "error":
                 parts = (value if self.unit == 1 else value / self.unit).split(self.numels)
@@ -247,13 +258,9 @@ class Bucket:
                 state[name] *= self.unit
             else:
                 state[name] = values
-        if "error" in state:
-            parts = state["error"].split(self.numels)
-            for position in self.compressor.sent_exactly:
-                self.pending[position] = parts[position].clone()
-                parts[position].zero_()
-        if state:
-            self.compressor.load(state)
+        rest = self.compressor.load(state) if state else None
+        if rest is not None:
+            self.pending = dict(enumerate(rest.split(self.numels)))
 
 
 class ParameterStates:

@@ -142,8 +142,6 @@ class PowerSGDCompressor(Compressor):
             seed=bucket.seed,
         )
         self._tensors = [matrix.tensor for matrix in self.plan.layout.matrices]
-        if options.use_error_feedback and not options.square:
-            self.sent_exactly = set(range(self._num_tensors)) - set(self._tensors)
         self._of_wires = []
         if options.is_quantized:
             wide = torch.promote_types(bucket.dtype, torch.float32)
@@ -247,7 +245,7 @@ class PowerSGDCompressor(Compressor):
         On a CPU with nodes, the sum of a large wire is hierarchical. NCCL's rings pass each node once anyway.
         """
         if self._of_wires:
-            return self._of_wires[index].reduce(wire, wire, group, (), None)
+            return self._of_wires[index].reduce(wire, wire, group)
         is_small = wire.nbytes < LEAST_HIERARCHICAL_BYTES
         if self._ranks_per_node == 1 or is_small or has_streams(wire.device):
             # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
@@ -265,7 +263,7 @@ class PowerSGDCompressor(Compressor):
             by_tensor[tensor] = direction
         return {"error": error, "direction": by_tensor}
 
-    def load(self, state: State) -> None:
+    def load(self, state: State) -> Tensor | None:
         directions = self.plan.directions()
         if self._is_square:
             given = [state.get("square_direction")] * len(directions)
@@ -274,9 +272,16 @@ class PowerSGDCompressor(Compressor):
             given = [by_tensor[tensor] for tensor in self._tensors]
         pairs = zip(given, directions, strict=True)
         directions = [own if q is None or q.shape != own.shape else q for q, own in pairs]
-        self.plan.load(state["error"], directions)
+        error = state["error"]
+        self.plan.load(error, directions)
+        if not (self._keeps_error and self.plan.layout.uncompressed):
+            return None
+        rest = torch.zeros_like(error)
+        for start, numel in self.plan.layout.uncompressed:
+            rest[start : start + numel] = error[start : start + numel]
+        return rest
 
-    def snapshot(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], Any]:
         copies = [each.clone() for each in self.plan.kept()]
 
         def restore() -> None:
@@ -289,4 +294,5 @@ class PowerSGDCompressor(Compressor):
         return self.plan.error() if self._keeps_error else None
 
     def add_to_error(self, offset: int, values: Tensor) -> None:
+        """Add values to a matrix's error; other tensors have none."""
         self.plan.add_to_error(offset, values)

@@ -179,16 +179,13 @@ class FlatAllReduce:
         self.operations = [*self.codes.operations, self._decode]
         self.kept = [(run.in_bucket, run.stored) for run in form.layout.runs]
 
-    def reduce(
-        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
-    ) -> Works:
+    def reduce(self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = ()) -> Works:
         """Write the mean of a buffer over the ranks to out. Yields each collective in progress.
 
         flat: [numel]. It may be changed.
         out: [numel], flat or another tensor in its dtype.
         unused: the positions of tensors that this rank's backward did not use. Zeros are sent for them, and
             their errors stay.
-        rest: [numel], values to add to the gradients where other ranks of the node keep errors, or None.
         """
         if not self.num_bytes:
             return
@@ -256,9 +253,7 @@ class HierarchicalAllReduce:
         numel = self.codes.layout.world_size * self.layout.shard_numel
         return [(source, target) for piece, source, target in _cut(parts, numel) if piece == self._place]
 
-    def reduce(
-        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
-    ) -> Works:
+    def reduce(self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = ()) -> Works:
         """Write the mean of a buffer over all ranks to out. For the arguments see FlatAllReduce.reduce."""
         if not self.num_bytes:
             return
@@ -267,8 +262,6 @@ class HierarchicalAllReduce:
         for part in parts:
             flat[part.in_bucket] = 0.0
         self._copy(flat, self._pieces.view(-1), self.unit)
-        if rest is not None:
-            add_to_pieces(rest, self._pieces, self._copies(), self.unit)
         yield from reduce_scatter(self._piece, self._pieces, nodes.within)
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
         stays = [
@@ -341,12 +334,6 @@ def collectives_of_all_reduce(
     piece = form.layout.piece(form.layout.world_size // spec.ranks_per_node)
     first = Collective("reduce-scatter", spec.ranks_per_node * piece.numel * wide.itemsize, "within")
     return [first, *exchanged, Collective("all-gather", num_bytes, "within")]
-
-
-def add_to_pieces(rest: Tensor, pieces: Tensor, copies: Iterable[tuple[slice, slice]], unit: float) -> None:
-    """Add unit times rest to pieces, which another dtype may round. copies: (slices of rest, of pieces)."""
-    for source, target in copies:
-        pieces.view(-1)[target] += rest[source] * unit
 
 
 def unit_within(ranks_per_node: int) -> float:

@@ -268,9 +268,7 @@ class CompressorState(SavedState):
             self._make_compressor(bucket, phase, own)
         compressor, is_first = own.compressor, self._steps.num_buckets == 1
         assert compressor is not None
-        if (
-            self._sizes is not None and is_first and step >= 2
-        ):  # DDP rebuilds its buckets after the first step
+        if self._sizes is not None and is_first:
             num_jumps = self._sizes.note(step, own.keys, buffer)
             if num_jumps is not None:
                 self._sizes = None
@@ -423,8 +421,8 @@ class GradientSizes:
 
     def note(self, step: int, keys: list[str], buffer: torch.Tensor) -> int | None:
         """Note a step's first bucket. Returns num_jumps of NUM_STEPS steps, None before it is known."""
-        if self.norms is None:
-            self.keys = keys
+        if self.norms is None or step < 2:  # DDP rebuilds its buckets after the first step
+            self.keys, self.num_steps = keys, 0
             self.norms = torch.zeros(NUM_STEPS, NUM_PARTS, dtype=torch.float32, device=buffer.device)
         if self.keys != keys:
             return None

@@ -206,7 +206,7 @@ def _average_in_8_bits(
             all_reduce = FlatAllReduce(
                 layout_for, spec.dtype, spec, bits=8, error_feedback=False, uncompressed_dtype=None
             )
-        yield from all_reduce.reduce(buffer, buffer, group, (), None)
+        yield from all_reduce.reduce(buffer, buffer, group)
         if parameters:
             _all_reduces.keep(parameters[0], hook_name, key, all_reduce)
 

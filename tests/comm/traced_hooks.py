@@ -203,7 +203,7 @@ class HookOfCodes:
                 layout_for = partial(BlockLayout, SHAPES[index], 16)
                 options = {"bits": 4, "error_feedback": True, "uncompressed_dtype": None}
                 self._of_buckets[index] = self._kind(layout_for, buffer.dtype, spec, **options)
-            yield from self._of_buckets[index].reduce(buffer, buffer, dist.group.WORLD, (), None)
+            yield from self._of_buckets[index].reduce(buffer, buffer, dist.group.WORLD)
 
         operation = Explaining.averaging(index, "HookOfCodes", dist.group.WORLD)
         return pipeline.average_in_stages(bucket, stages(), operation)

@@ -1,5 +1,6 @@
 """Test the warning of gradients whose unit changes from step to step."""
 
+import re
 from itertools import cycle, islice
 from types import SimpleNamespace
 
@@ -72,7 +73,7 @@ def test_a_unit_that_changes_is_told_once(name):
     make, options = CHANGING[name]
     [(step, line)] = warnings_of(make(), tokens(), **options)
     assert NUM_STEPS <= step <= NUM_STEPS + 2
-    assert " 10 times in 40 steps" in line
+    assert re.search(" (9|10) times in 40 steps", line)  # from step 1 or 2 on
     assert "gradcomp.loss_factor" in line
 
 
