@@ -30,7 +30,7 @@ from ..rules import (
 )
 from .checkpoint import require_names
 from .compressor import BucketSpec, Collective, Compressor, State
-from .quantized_all_reduce import LayoutFor, all_reduce_for, collectives_of_all_reduce, compile_operations
+from .quantized_all_reduce import LayoutFor, QuantizedAllReduce, collectives_of_all_reduce, compile_operations
 
 # Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
 # they save between nodes (docs/network.md).
@@ -86,7 +86,7 @@ class PowerSGDOptions:
         }
 
     def codes_options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the options of all_reduce_for for int8 factors of a bucket of this dtype."""
+        """Return the options of QuantizedAllReduce for int8 factors of a bucket of this dtype."""
         # PowerSGD's error includes the rounding errors.
         return {"bits": 8, "error_feedback": False, "uncompressed_dtype": self.uncompressed_dtype or dtype}
 
@@ -146,7 +146,7 @@ class PowerSGDCompressor(Compressor):
         if options.is_quantized:
             wide = torch.promote_types(bucket.dtype, torch.float32)
             self._of_wires = [
-                all_reduce_for(layout_for, wide, bucket, **options.codes_options(bucket.dtype))
+                QuantizedAllReduce(layout_for, wide, bucket, **options.codes_options(bucket.dtype))
                 for layout_for in options.wire_layouts(self.plan.wire_numels)
             ]
             sent_bytes = sum(each.num_bytes for each in self._of_wires)
@@ -187,7 +187,7 @@ class PowerSGDCompressor(Compressor):
             layout_for = partial(BlockLayout, [(1, options.BLOCK_SIZE)], options.BLOCK_SIZE)
             dtype = torch.promote_types(bucket.dtype, torch.float32)
             codes = options.codes_options(bucket.dtype)
-            compile_operations(lambda spec: all_reduce_for(layout_for, dtype, spec, **codes), bucket)
+            compile_operations(lambda spec: QuantizedAllReduce(layout_for, dtype, spec, **codes), bucket)
 
     @classmethod
     def collectives(cls, bucket: BucketSpec, options: PowerSGDOptions) -> list[Collective]:

@@ -8,7 +8,7 @@ In two:
     all-gather: every rank gets the means of all shards, and dequantizes the same bytes
 
 Rank r owns shard r. A rank sends and receives about two buckets of codes, whatever the number of ranks. If
-several ranks share a network card, HierarchicalAllReduce sends these through the card once.
+several ranks share a network card, the hierarchical form sends these through the card once.
 
 In one, between two ranks or where a round trip takes longer than the bytes:
 
@@ -32,13 +32,7 @@ from ..comm.exchange import Works
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field
 from .checkpoint import require_names
 from .compressor import BucketSpec, Collective, Compressor, State
-from .quantized_all_reduce import (
-    FlatAllReduce,
-    HierarchicalAllReduce,
-    all_reduce_for,
-    collectives_of_all_reduce,
-    compile_operations,
-)
+from .quantized_all_reduce import QuantizedAllReduce, collectives_of_all_reduce, compile_operations
 from .reduce_scatter import ReduceScatter
 
 
@@ -78,12 +72,12 @@ class QuantizedOptions:
             bits, exact = 8, exact or torch.bfloat16
         return {"uncompressed_dtype": exact, "bits": bits, "error_feedback": self.error_feedback}
 
-    def form(self, bucket: BucketSpec) -> FlatAllReduce | HierarchicalAllReduce | ReduceScatter:
+    def form(self, bucket: BucketSpec) -> QuantizedAllReduce | ReduceScatter:
         """Return a bucket's all-reduce or reduce-scatter."""
         if bucket.is_shard:
             return ReduceScatter(self.layout, bucket, **self.sum_options())
         layout_for = partial(self.layout, bucket.shapes)
-        return all_reduce_for(layout_for, bucket.dtype, bucket, **self.sum_options())
+        return QuantizedAllReduce(layout_for, bucket.dtype, bucket, **self.sum_options())
 
 
 class QuantizedCompressor(Compressor):

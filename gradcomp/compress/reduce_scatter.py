@@ -38,7 +38,7 @@ LayoutOf = Callable[[Sequence[Sequence[int]], int], BlockLayout]
 
 
 class ReduceScatter:
-    """The quantized reduce-scatter of one bucket, with the methods of FlatAllReduce.
+    """The quantized reduce-scatter of one bucket, with the methods of QuantizedAllReduce.
 
     layout_of: returns the blocks of tensors.
     spec: what the bucket is made for; its is_shard is true.
@@ -46,7 +46,7 @@ class ReduceScatter:
 
     layout: the blocks of the rows that this rank quantizes.
     num_bytes: the bytes of a reduce-scatter that sends as much per rank; with nodes, per node.
-    unit: the errors are multiplied by it; see HierarchicalAllReduce.
+    unit: the errors are multiplied by it; see QuantizedAllReduce.
     error: the errors of the blocks that this rank quantizes, times unit; None without error feedback.
     kept: (elements among all tensors' elements, their errors in `error`) pairs.
     """
