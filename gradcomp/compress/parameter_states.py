@@ -83,10 +83,6 @@ class Bucket:
         """A number that random choices for the bucket depend on: on its parameters, not their order."""
         return draw_of(self.keys)
 
-    def seed(self, random_seed: int, step: int) -> int:
-        """Return the seed for the bucket's random choices in a step, the same on every rank."""
-        return (random_seed * 1_000_003 + step * 8_191) % 2**62 + self.draw
-
     def spec(self, bucket: dist.GradBucket, place: Place, seed: int = 0) -> BucketSpec:
         """Return what a compressor of the bucket is made for."""
         return BucketSpec(

@@ -105,6 +105,11 @@ class PowerSGDOptions:
         shapes[0].append((uncompressed_numel,))
         return [partial(BlockLayout, each, self.BLOCK_SIZE) for each in shapes]
 
+    def wire_bytes(self, layout: PowerSGDLayout, dtype: torch.dtype) -> list[int]:
+        """Return the bytes of p_wire and of q_wire without codes, for a bucket of this dtype."""
+        itemsize = (self.factor_dtype or dtype).itemsize
+        return [layout.wire_numel * itemsize, layout.q_numel * itemsize]
+
     def layout(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, draws: Sequence[int] | None = None
     ) -> PowerSGDLayout:
@@ -116,6 +121,19 @@ class PowerSGDOptions:
             scale_bytes = SCALE_BYTES / self.BLOCK_SIZE if self.is_quantized else 0
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
         return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate, draws)
+
+
+def _way(num_bytes: int, bucket: BucketSpec) -> BucketSpec:
+    """Return the bucket with the nodes and the delay that count for a wire of this size without codes.
+
+    On a CPU with nodes, the sum of a large wire is hierarchical. NCCL's rings pass each node once anyway.
+    """
+    is_small = num_bytes < LEAST_HIERARCHICAL_BYTES
+    if not (is_small or has_streams(bucket.device)):
+        return bucket
+    # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
+    has_delay = bucket.has_delay or (bucket.world_size == 2 and is_small)
+    return replace(bucket, ranks_per_node=1, has_delay=has_delay)
 
 
 class PowerSGDCompressor(Compressor):
@@ -133,7 +151,6 @@ class PowerSGDCompressor(Compressor):
     def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
         self._num_tensors = len(bucket.shapes)
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
-        self._ranks_per_node, self._has_delay = bucket.ranks_per_node, bucket.has_delay
         self.plan = ops.powersgd_plan(
             options.layout(bucket.shapes, bucket.dtype, bucket.draws),
             bucket.dtype,
@@ -152,8 +169,8 @@ class PowerSGDCompressor(Compressor):
             sent_bytes = sum(each.num_bytes for each in self._of_wires)
         else:
             # Counted without the kernels' padding of each column to 16 bytes, so that it compares with torch.
-            numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
-            sent_bytes = numel * (options.factor_dtype or bucket.dtype).itemsize
+            wires = options.wire_bytes(self.plan.layout, bucket.dtype)
+            self._ways, sent_bytes = [_way(each, bucket) for each in wires], sum(wires)
         self.sent_numel = -(-sent_bytes // bucket.dtype.itemsize)
 
     @classmethod
@@ -201,18 +218,9 @@ class PowerSGDCompressor(Compressor):
                 for layout_for in options.wire_layouts(wire_numels)
             )
         else:
-            itemsize = (options.factor_dtype or bucket.dtype).itemsize
-            p, q = (cls._summing(numel * itemsize, bucket) for numel in (layout.wire_numel, layout.q_numel))
+            wires = options.wire_bytes(layout, bucket.dtype)
+            p, q = (_way(each, bucket).summing(each, each) if each else [] for each in wires)
         return p + q
-
-    @staticmethod
-    def _summing(num_bytes: int, bucket: BucketSpec) -> list[Collective]:
-        """Return the collectives of _all_reduce for a wire without codes."""
-        is_small = num_bytes < LEAST_HIERARCHICAL_BYTES
-        if is_small or has_streams(bucket.device):
-            has_delay = bucket.has_delay or (bucket.world_size == 2 and is_small)
-            bucket = replace(bucket, ranks_per_node=1, has_delay=has_delay)
-        return bucket.summing(num_bytes, num_bytes) if num_bytes else []
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
@@ -240,18 +248,14 @@ class PowerSGDCompressor(Compressor):
         return [index for index, tensor in enumerate(self._tensors) if tensor in unused]
 
     def _all_reduce(self, index: int, wire: Tensor, group: dist.ProcessGroup) -> Works:
-        """Sum p_wire (index 0) or q_wire (1) over all ranks; int8 factors are averaged.
-
-        On a CPU with nodes, the sum of a large wire is hierarchical. NCCL's rings pass each node once anyway.
-        """
+        """Sum p_wire (index 0) or q_wire (1) over all ranks; int8 factors are averaged."""
         if self._of_wires:
             return self._of_wires[index].reduce(wire, wire, group)
-        is_small = wire.nbytes < LEAST_HIERARCHICAL_BYTES
-        if self._ranks_per_node == 1 or is_small or has_streams(wire.device):
-            # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
-            return all_reduce(wire, group, has_delay=self._has_delay or (group.size() == 2 and is_small))
-        nodes = nodes_of(group, self._ranks_per_node)
-        between = partial(all_reduce, group=nodes.between, has_delay=self._has_delay)
+        way = self._ways[index]
+        if way.ranks_per_node == 1:
+            return all_reduce(wire, group, has_delay=way.has_delay)
+        nodes = nodes_of(group, way.ranks_per_node)
+        between = partial(all_reduce, group=nodes.between, has_delay=way.has_delay)
         return reduce_hierarchically(wire, nodes, between)
 
     def state(self) -> State:

@@ -39,7 +39,6 @@ from ..comm.streams import Future
 from ..comm.torch_private import current_graph_task_id, queue_callback
 from ..rules import described
 from .agreement import Place, agree
-from .announcement import LONG_START, UNCLAIMED, announce_phase, announce_start, warn_of_keys
 from .compressor import Compressor
 from .parameter_states import Bucket
 from .saved_state import SavedState
@@ -47,6 +46,13 @@ from .settings import Settings, logger_of, option
 
 __all__ = ["CompressorState", "Phase", "compress_hook", "option"]
 
+# A state with more exact steps than this before compression says so in its first step.
+LONG_START = 10
+UNCLAIMED = (
+    "the checkpoint has errors of parameters that the first step did not bring: %s. They wait for these. "
+    "Likely cause: another model, or the runs differ in bucket_cap_mb, find_unused_parameters or wrapper, "
+    "and one has no names of parameters: call state.number_parameters(model.named_parameters()) in both"
+)
 NUM_STEPS = 40  # whose gradients' sizes are compared
 NUM_PARTS, PART_NUMEL = 8, 512  # of a bucket, as far as it is that large
 # A loss spike jumps twice, a GradScaler's scale by a factor of 2.
@@ -182,21 +188,17 @@ class CompressorState(SavedState):
         self._steps.end()
         self._states.end_step()
         if self._states.loaded:
-            warn_of_keys(self, UNCLAIMED, self._states.unclaimed())
+            self._warn_of_keys(UNCLAIMED, self._states.unclaimed())
         phase = self._phase
         if phase is not None and phase.compressor is not None and self._steps.num >= self.next_stats_report:
             self._report_stats()
         if phase is not None and gradient_bytes:
             if self._announces_phases and phase.name not in self.announced:
-                announce_phase(self, phase.name, self._place, gradient_bytes, sent_bytes)
+                self._announce_phase(phase.name, self._place, gradient_bytes, sent_bytes)
         elif not self.announced and self.start_iter - self.iter > LONG_START:
-            announce_start(self)
+            self._announce_start()
         self.is_compared |= self.compared_in is not None
         self._steps.num += 1
-
-    def _why_nothing_is_saved(self) -> str:
-        """Return words that go on after "saves no bytes", with the likely cause."""
-        return ""
 
     # --- averages ---
 
@@ -264,8 +266,11 @@ class CompressorState(SavedState):
     ) -> Future:
         """Average a bucket with the phase's compressor."""
         buffer, step = bucket.buffer(), self._steps.num
+        # A compressor ends a step by choosing the next step's random projections, with the next seed.
+        seeds = [self.settings.random_seed * 1_000_003 + number * 8_191 for number in (step, step + 1)]
+        seed, next_seed = (each % 2**62 + own.draw for each in seeds)
         if own.made_for != (phase.compressor, buffer.device, phase.is_flat):
-            self._make_compressor(bucket, phase, own)
+            self._make_compressor(bucket, phase, own, seed)
         compressor, is_first = own.compressor, self._steps.num_buckets == 1
         assert compressor is not None
         if self._sizes is not None and is_first:
@@ -277,12 +282,10 @@ class CompressorState(SavedState):
         if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
         else:
-            # The next step's seed: a compressor ends a step by choosing the next step's random projections.
-            seed = own.seed(self.settings.random_seed, step + 1)
             if own.undo is not None and own.undo[0] < step:
                 self._states.lost_undo = max(self._states.lost_undo, own.undo[0])
             undoable = None if self._steps.undoable is None else step
-            running = own.stages(bucket, group, seed, undoable)
+            running = own.stages(bucket, group, next_seed, undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
             elif self.recorder is not None:
@@ -296,13 +299,12 @@ class CompressorState(SavedState):
         self._steps.sent_bytes += compressor.sent_numel * buffer.itemsize
         return future
 
-    def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket) -> None:
+    def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket, seed: int) -> None:
         """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
         assert phase.compressor is not None
-        seed = own.seed(self.settings.random_seed, self._steps.num)
         spec = own.spec(bucket, self._place_in(phase), seed)
         lost = self._states.make_compressor(own, phase.compressor, spec)
-        warn_of_keys(self, "the checkpoint has other shapes of %s, whose errors start at zero", lost)
+        self._warn_of_keys("the checkpoint has other shapes of %s, whose errors start at zero", lost)
         own.made_for = (phase.compressor, spec.device, phase.is_flat)
 
     def _place_in(self, phase: Phase) -> Place:
