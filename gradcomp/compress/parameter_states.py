@@ -163,7 +163,7 @@ class Bucket:
             for position, error in self.sent.items():
                 parts[position].add_(error)
         elif self.sent:
-            errors, rows = self._added(self.sent), bucket.buffer().view(world_size, -1)
+            errors, rows = self.added(self.sent), bucket.buffer().view(world_size, -1)
             for row, own, in_row in ShardLayout(self.shapes, world_size).shards():
                 rows[row, in_row] += errors[own]
 
@@ -171,9 +171,9 @@ class Bucket:
         """Return this rank's error, [numel], for reading only; None on all ranks or on none."""
         assert self.compressor is not None
         error = self.compressor.current_error()
-        return error if error is None or not self.waits else self._added(self.pending, error)
+        return error if error is None or not self.waits else self.added(self.pending, error)
 
-    def _added(
+    def added(
         self, errors: Mapping[int, torch.Tensor | None], to: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return a copy of an error, [numel], by default zeros, plus errors by position."""
@@ -221,7 +221,7 @@ class Bucket:
             return entries
         state = self.compressor.state()
         if self.pending:  # zeros where they have been sent: all ranks have entries of the same names
-            state["error"] = self._added(self.pending, state.get("error"))
+            state["error"] = self.added(self.pending, state.get("error"))
         for name, value in state.items():
             if name == "error":
                 parts = (value if self.unit == 1 else value / self.unit).split(self.numels)

@@ -112,10 +112,7 @@ class Recorder:
         error = own.current_error()
         row.has_error = error is not None
         if error is None and own.sent:
-            error = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
-            parts = error.split(own.numels)
-            for position, sent in own.sent.items():
-                parts[position].copy_(sent)
+            error = own.added(own.sent)
         if error is not None:
             measure(error, shift, out=row.values[2])
         row.marks.append(mark(buffer.device))
