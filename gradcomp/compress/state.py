@@ -231,7 +231,10 @@ class CompressorState(SavedState):
             self._expect_comparison()
         if self.compared_in is None or self.compared_in == self._steps.num:  # all buckets of that step
             self.compared_in = None  # if the comparison fails
-            self._compare(hook_name, bucket, group, is_first=is_first)
+            agreed = agree(self, hook_name, bucket, group, is_first=is_first)
+            if agreed != self._place:
+                self._states.give_all_back()
+                self._place = agreed
             self._warn_of_another_ranks_errors(group)
             self.compared_in = self._steps.num
         options = self.settings.options if options is None else options
@@ -309,15 +312,6 @@ class CompressorState(SavedState):
 
     def _place_in(self, phase: Phase) -> Place:
         return replace(self._place, ranks_per_node=1, place=0) if phase.is_flat else self._place
-
-    def _compare(
-        self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
-    ) -> None:
-        """In the first step, raise RuntimeError on every rank if options or buckets differ between ranks."""
-        agreed = agree(self, hook_name, bucket, group, is_first=is_first)
-        if agreed != self._place:
-            self._states.give_all_back()
-            self._place = agreed
 
 
 def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -30,14 +30,12 @@ def bucket(index, log, names="AB"):
     return index
 
 
-def averaging(given, stages):
-    """Write to a bucket's buffer what the stages return."""
-    given.buffer().fill_((yield from stages))
-
-
 def add(pipeline, stages, *, is_first, is_last):
-    given = GradBucket(0, torch.full((1,), -1.0), [], is_last)
-    return pipeline.add(given, averaging(given, stages), OPERATION, is_first=is_first)
+    def averaging():
+        buffer.fill_((yield from stages))
+
+    buffer = torch.full((1,), -1.0)
+    return pipeline.add(GradBucket(0, buffer, [], is_last), averaging(), OPERATION, is_first=is_first)
 
 
 def issued(log):

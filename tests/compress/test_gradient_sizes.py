@@ -1,6 +1,5 @@
 """Test the warning of gradients whose unit changes from step to step."""
 
-import re
 from itertools import cycle, islice
 from types import SimpleNamespace
 
@@ -43,8 +42,7 @@ def warnings_of(made, scales, *, dtype=torch.float32, shapes=SHAPES, change=None
         if rescales and before is not None:
             state.rescale_errors(scale / before)
         with Messages("gradcomp") as lines:
-            # As in DDP, whose first step has other buckets.
-            of_step = parameters[:: 1 if step else -1]
+            of_step = parameters[:: 1 if step else -1]  # DDP's first step has other buckets
             hook(state, GradBucket(0, gradient.to(dtype), of_step, is_last=True)).wait()
         found += [(step, line) for line in lines if line.startswith("WARNING") and "errors keep" in line]
         before = scale
@@ -73,7 +71,7 @@ def test_a_unit_that_changes_is_told_once(name):
     make, options = CHANGING[name]
     [(step, line)] = warnings_of(make(), tokens(), **options)
     assert NUM_STEPS <= step <= NUM_STEPS + 2
-    assert re.search(" (9|10) times in 40 steps", line)  # from step 1 or 2 on
+    assert " 9 times in 40 steps" in line or " 10 times in 40 steps" in line  # from step 1 or 2 on
     assert "gradcomp.loss_factor" in line
 
 
