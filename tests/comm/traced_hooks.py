@@ -195,15 +195,14 @@ class HookOfCodes:
         kept_of(world)["nodes"] = {2: nodes.Nodes(world, world)}
 
     def __call__(self, _: object, bucket: GradBucket) -> Any:
-        buffer, index = bucket.buffer(), bucket.index()
-        nodes = self._ranks_per_node, self._is_one_exchange
-        spec = BucketSpec((), buffer.dtype, buffer.device, self._ranks_per_node, 0, *nodes)
+        buffer, index, size = bucket.buffer(), bucket.index(), self._ranks_per_node
+        spec = BucketSpec((), buffer.dtype, buffer.device, size, 0, size, has_delay=self._is_one_exchange)
 
         def stages() -> exchange.Works:
             if index not in self._of_buckets:
                 layout_for = partial(BlockLayout, SHAPES[index], 16)
-                options = {"bits": 4, "error_feedback": True, "uncompressed_dtype": None}
-                self._of_buckets[index] = QuantizedAllReduce(layout_for, buffer.dtype, spec, **options)
+                own = QuantizedAllReduce(layout_for, buffer.dtype, spec, bits=4, error_feedback=True)
+                self._of_buckets[index] = own
             yield from self._of_buckets[index].reduce(buffer, buffer, dist.group.WORLD)
 
         operation = Explaining.averaging(index, "HookOfCodes", dist.group.WORLD)

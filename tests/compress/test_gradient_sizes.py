@@ -138,9 +138,7 @@ def test_two_models_and_undone_spikes_are_no_changing_unit():
 
 def test_cuda_is_not_waited_for():
     """The norms are judged once the copy to the host is complete, in whichever step."""
-
-    answers = [False, False, True]
-    sizes = GradientSizes()
+    answers, sizes = [False, False, True], GradientSizes()
     sizes.norms = torch.tensor(tokens(NUM_STEPS))[:, None].expand(-1, 8)
     assert sizes.num_jumps() == 10
     sizes._copied = SimpleNamespace(query=lambda: answers.pop(0))
