@@ -143,11 +143,12 @@ class Pipeline:
         # of backward, and waits there for each bucket before it calls the next one's hook.
         is_torchs = isinstance(bucket, dist.GradBucket)
         ends = bucket.is_last() or (is_torchs and backward != -1 and not current_autograd_node())
+        if is_on_streams := has_streams(device):
+            wait_for_current_stream(device)
         future, earlier, self._running = PipelinedFuture(self, device), self._running, []
         new = _Running(buffer, stages, operation, future, device, backward)
         self._unfinished.add(new)
-        if has_streams(device):
-            wait_for_current_stream(device)
+        if is_on_streams:
             on_streams = [new, *(each for each in earlier if has_streams(each.device))]
             on_host = [each for each in earlier if not has_streams(each.device)]
             self._running = self._run_on_streams(on_streams, -1 if ends else 1) + on_host
