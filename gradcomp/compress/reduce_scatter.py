@@ -102,18 +102,12 @@ class ReduceScatter:
         """
         if not flat.numel():
             return
-        if self._ranks_per_node == 1:
-            yield from self._sum(flat, out, group)
-            return
-        nodes = nodes_of(group, self._ranks_per_node)
-        pieces = flat.new_empty(nodes.ranks_per_node, self.layout.numel, dtype=self._dtype)
-        self._copy(flat, pieces.view(-1), self.unit)
-        piece = torch.empty_like(pieces[0])
-        yield from reduce_scatter(piece, pieces, nodes.within)
-        yield from self._sum(piece, out, nodes.between)
-
-    def _sum(self, flat: Tensor, out: Tensor, group: ProcessGroup) -> Works:
-        """Write the sum over the ranks of this rank's row, divided by unit, to out."""
+        if self._ranks_per_node > 1:
+            nodes = nodes_of(group, self._ranks_per_node)
+            pieces = flat.new_empty(nodes.ranks_per_node, self.layout.numel, dtype=self._dtype)
+            self._copy(flat, pieces.view(-1), self.unit)
+            flat, group = torch.empty_like(pieces[0]), nodes.between
+            yield from reduce_scatter(flat, pieces, nodes.within)
         self.codes = codes = _shared.free.pop(self._key, None) or self._make_codes()
         codes.error = self.error
         yield from codes.exchange(flat, group)
