@@ -87,8 +87,9 @@ class PowerSGDOptions:
 
     def codes_options(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return the options of QuantizedAllReduce for int8 factors of a bucket of this dtype."""
+        wide, exact = torch.promote_types(dtype, torch.float32), self.uncompressed_dtype or dtype
         # PowerSGD's error includes the rounding errors.
-        return {"bits": 8, "error_feedback": False, "uncompressed_dtype": self.uncompressed_dtype or dtype}
+        return {"dtype": wide, "bits": 8, "error_feedback": False, "uncompressed_dtype": exact}
 
     def wire_layouts(self, wire_numels: tuple[list[int], int, list[int]]) -> list[LayoutFor]:
         """Return what gives the blocks of p_wire and of q_wire. wire_numels: the plan's.
@@ -161,9 +162,8 @@ class PowerSGDCompressor(Compressor):
         self._tensors = [matrix.tensor for matrix in self.plan.layout.matrices]
         self._of_wires = []
         if options.is_quantized:
-            wide = torch.promote_types(bucket.dtype, torch.float32)
             self._of_wires = [
-                QuantizedAllReduce(layout_for, wide, bucket, **options.codes_options(bucket.dtype))
+                QuantizedAllReduce(layout_for, spec=bucket, **options.codes_options(bucket.dtype))
                 for layout_for in options.wire_layouts(self.plan.wire_numels)
             ]
             sent_bytes = sum(each.num_bytes for each in self._of_wires)
@@ -202,19 +202,17 @@ class PowerSGDCompressor(Compressor):
         if options.is_quantized:
             # The quantization kernels don't depend on shapes.
             layout_for = partial(BlockLayout, [(1, options.BLOCK_SIZE)], options.BLOCK_SIZE)
-            dtype = torch.promote_types(bucket.dtype, torch.float32)
             codes = options.codes_options(bucket.dtype)
-            compile_operations(lambda spec: QuantizedAllReduce(layout_for, dtype, spec, **codes), bucket)
+            compile_operations(lambda spec: QuantizedAllReduce(layout_for, spec=spec, **codes), bucket)
 
     @classmethod
     def collectives(cls, bucket: BucketSpec, options: PowerSGDOptions) -> list[Collective]:
         layout = options.layout(bucket.shapes, bucket.dtype)
         if options.is_quantized:
-            wide = torch.promote_types(bucket.dtype, torch.float32)
             wire_numels = layout.p_numels, layout.wire_numel - layout.p_numel, layout.q_numels
             codes = options.codes_options(bucket.dtype)
             p, q = (
-                collectives_of_all_reduce(layout_for, wide, bucket, **codes)
+                collectives_of_all_reduce(layout_for, spec=bucket, **codes)
                 for layout_for in options.wire_layouts(wire_numels)
             )
         else:
