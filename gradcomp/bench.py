@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gradcomp import command_line
+from gradcomp.comm.announcement import shown_bytes
 from gradcomp.comm.nodes import AUTO
 from gradcomp.command_line import OneLineParser, in_words, positive, positive_int
-from gradcomp.compress.announcement import shown_bytes
 from gradcomp.compress.trial import WARM_UP_STEPS
 from gradcomp.device import has_streams
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook

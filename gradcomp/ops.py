@@ -318,7 +318,8 @@ def adder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **optio
     """
     if runs_triton(device) or device.type == "meta":
         return quantize_kernels.adder(layout, dtype, device, **options)
-    return cpu_quantize.Adder(layout, dtype, **options)
+    in_codes = options.pop("in_codes")
+    return (cpu_quantize.AdderInCodes if in_codes else cpu_quantize.Adder)(layout, dtype, **options)
 
 
 def decoder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **options: Any) -> Operation:

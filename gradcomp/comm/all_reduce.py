@@ -19,8 +19,8 @@ from gradcomp import ops
 from gradcomp.device import has_streams
 
 from .bucket import as_real, take_wire
-from .exchange import MIN_DELAY_S, SUM, all_reduce, round_trip_s
-from .pipeline import Pipeline, Stages, average_in_stages
+from .exchange import MIN_DELAY_S, SUM, Works, all_reduce, round_trip_s
+from .pipeline import Pipeline, average_in_stages
 from .process_group import ExplainedError, Explaining, backends_of, has_backend
 from .streams import Future, require_no_capture
 
@@ -64,15 +64,15 @@ def average_in_place(
             keep()
         return buffer
 
-    def stages() -> Stages:
+    def stages() -> Works:
         wire, keep = compress()
         if on_streams:
             yield start_all_reduce(wire, group, operation)
-            return decompress(wire, keep)
+            decompress(wire, keep)
+            return
         yield from all_reduce(wire, group, has_delay=True, out=wire if keep is None else buffer)
         if keep is not None:
             keep()
-        return buffer
 
     if on_streams:
         in_future = has_backend(group, "cuda:nccl") and (pipeline is None or pipeline.is_idle)

@@ -30,6 +30,14 @@ def silenced() -> Iterator[None]:
             logger.setLevel(_level)
 
 
+def shown_bytes(num_bytes: float) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def say(text: str, group: dist.ProcessGroup | None) -> None:
     """Log the text on the group's rank 0, at level INFO.
 

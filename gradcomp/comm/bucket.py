@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradcomp.device import has_streams
 
 from ..rules import described
-from .process_group import ExplainedError, resolve_group
+from .process_group import ExplainedError, known_groups, resolve_group
 from .streams import require_no_capture
 
 _PYTHON_REDUCER = (
@@ -160,7 +160,9 @@ def checked_bucket(
             f"{hook_name} can't average bucket {bucket.index()} in torch.inference_mode(), or if its buffer "
             "was made there: wrap the model and run backward outside of it. gradcomp.average_ works in it"
         )
-    group = resolve_group(hook_name, process_group, group_name)
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None or group not in known_groups:
+        group = resolve_group(hook_name, process_group, group_name)
     if buffer.layout != torch.strided or not buffer.is_floating_point():
         require_dense_floats(hook_name, buffer)
     return buffer, group

@@ -19,13 +19,13 @@ others, the oldest bucket first: A₀ A₁ … B₀ B₁ …. With any number of
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -33,23 +33,15 @@ import torch.distributed as dist
 
 from gradcomp.device import has_streams
 
+from .exchange import Works
 from .process_group import Explaining
 from .streams import Future, on_side_stream, side_stream, wait_for_current_stream
 from .torch_private import current_autograd_node, current_graph_task_id, queue_callback
 
-# Yields each collective under way, or None for one that needs no waiting. Returns the averaged bucket.
-Stages = Generator[dist.Work | None, None, torch.Tensor]
-T = TypeVar("T")
 
-
-def run_through(stages: Generator[dist.Work | None, None, T]) -> T:
-    """Run all stages, waiting for each collective, and return the result."""
-    while True:
-        try:
-            work = next(stages)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+def run_through(stages: Works) -> None:
+    """Run all stages, waiting for each collective."""
+    for work in stages:
         if work is not None:
             work.wait()
 
@@ -102,12 +94,14 @@ def drop(averages: Iterable[Future | dist.Work]) -> None:
 class _Running:
     """A bucket under way.
 
+    buffer: gets the average.
     operation: explains errors of its collectives.
     backward: the number of the backward that has brought the bucket; -1 outside of one.
     work: the collective that its next stage waits for.
     """
 
-    stages: Stages
+    buffer: torch.Tensor
+    stages: Works
     operation: Explaining
     future: PipelinedFuture
     device: torch.device
@@ -128,17 +122,18 @@ class Pipeline:
         return not self._running
 
     def add(
-        self, bucket: dist.GradBucket, stages: Stages, operation: Explaining, *, is_first: bool
+        self, bucket: dist.GradBucket, stages: Works, operation: Explaining, *, is_first: bool
     ) -> PipelinedFuture:
         """Begin a bucket's stages. On CUDA, take every bucket before it one stage further, the newest first.
 
-        stages: return the averaged bucket. The first comes after the current stream's work so far.
+        stages: average the bucket's buffer. The first comes after the current stream's work so far.
         operation: explains errors of the collectives, issued here or waited for elsewhere.
         is_first: whether the bucket is the step's first.
 
-        Returns a future of the average. Raises the error of any bucket, on the thread that calls the hooks.
+        Returns a future of the buffer. Raises the error of any bucket, on the thread that calls the hooks.
         """
-        device, backward = bucket.buffer().device, current_graph_task_id()
+        buffer, backward = bucket.buffer(), current_graph_task_id()
+        device = buffer.device
         if is_first and self._running:
             # The buffers of a backward that an error has ended have other gradients already; one without an
             # error leaves nothing. What was begun outside of any goes on.
@@ -151,11 +146,14 @@ class Pipeline:
         if is_on_streams := has_streams(device):
             wait_for_current_stream(device)
         future, earlier, self._running = PipelinedFuture(self, device), self._running, []
-        new = _Running(stages, operation, future, device, backward)
+        new = _Running(buffer, stages, operation, future, device, backward)
         self._unfinished.add(new)
-        go_on = [new, *(each for each in earlier if has_streams(each.device))]
-        stay = [each for each in earlier if not has_streams(each.device)]
-        self._running = self._advance(go_on, -1 if ends and is_on_streams else 1) + stay
+        if is_on_streams:
+            on_streams = [new, *(each for each in earlier if has_streams(each.device))]
+            on_host = [each for each in earlier if not has_streams(each.device)]
+            self._running = self._run_on_streams(on_streams, -1 if ends else 1) + on_host
+        else:
+            self._running = self._run([new], 1) + earlier
         if ends:
             self.finish()
         elif self._running and not earlier and backward != -1:
@@ -174,8 +172,8 @@ class Pipeline:
         running, self._running = self._running, []
         on_streams = [each for each in running if has_streams(each.device)]
         on_host = [each for each in reversed(running) if not has_streams(each.device)]
-        left = self._advance(on_streams, num_stages)
-        self._running = left + self._advance(on_host, num_stages)[::-1]
+        left = self._run_on_streams(on_streams, num_stages) if on_streams else []
+        self._running = left + self._run(on_host, num_stages)[::-1]
 
     def drop(self, is_left: Callable[[_Running], bool]) -> None:
         """Give up the buckets under way that is_left chooses, after an error elsewhere."""
@@ -191,18 +189,18 @@ class Pipeline:
         elif any(running.backward == backward for running in self._running):
             self.finish()
 
-    def _advance(self, buckets: list[_Running], num_stages: int) -> list[_Running]:
-        """Run stages of the buckets in turn, on side streams. Returns the buckets that have more stages."""
+    def _run_on_streams(self, buckets: list[_Running], num_stages: int) -> list[_Running]:
+        """Run stages on the buckets' side streams; see _run."""
         # Of several devices each runs one stage in turn: the order must not depend on the devices.
         at_once = num_stages if len(set(map(attrgetter("device"), buckets))) == 1 else 1
         while buckets and num_stages:
             running, buckets, num_stages = buckets, [], num_stages - at_once
             for device, each in groupby(running, attrgetter("device")):
-                buckets += on_side_stream(device, partial(self._step, [*each], at_once))
+                buckets += on_side_stream(device, partial(self._run, [*each], at_once))
         return buckets
 
-    def _step(self, buckets: list[_Running], num_stages: int) -> list[_Running]:
-        """Run stages of each bucket, the last of which completes its future. Returns those with more.
+    def _run(self, buckets: list[_Running], num_stages: int) -> list[_Running]:
+        """Run stages of the buckets in turn, the last of which completes a future. Returns those with more.
 
         After an error, which is explained, no bucket under way is averaged, and their futures hold the error.
         """
@@ -215,9 +213,9 @@ class Pipeline:
                         work.wait()
                     bucket.work = next(bucket.stages)
                     left.append(bucket)
-                except StopIteration as end:
+                except StopIteration:
                     self._unfinished.discard(bucket)
-                    bucket.future.set_result(end.value)
+                    bucket.future.set_result(bucket.buffer)
                 except Exception as error:
                     explained = bucket.operation.explained(error)
                     self._give_up([*self._unfinished], explained)  # type: ignore[arg-type]
@@ -254,9 +252,9 @@ _of_thread = threading.local()  # has the thread's pipeline for hooks that keep 
 
 
 def average_in_stages(
-    bucket: dist.GradBucket, stages: Stages, operation: Explaining, pipeline: Pipeline | None = None
+    bucket: dist.GradBucket, stages: Works, operation: Explaining, pipeline: Pipeline | None = None
 ) -> Future:
-    """Return a future of the bucket's average, while its stages run, by default in the thread's pipeline."""
+    """Return a future of the bucket's buffer, while its stages run, by default in the thread's pipeline."""
     if pipeline is None:
         if not hasattr(_of_thread, "pipeline"):
             _of_thread.pipeline = Pipeline()

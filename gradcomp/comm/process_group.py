@@ -26,7 +26,8 @@ from . import torch_private
 WAITING = "gradcomp/waiting"
 # A store whose machine is gone may never answer.
 _READ_TIMEOUT_S = 5.0
-_known: WeakSet[dist.ProcessGroup] = WeakSet()
+# The groups that resolve_group has checked.
+known_groups: WeakSet[dist.ProcessGroup] = WeakSet()
 _kept: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int, dict[Any, Any]]] = WeakKeyDictionary()
 _LIKELY = (
     "another rank has ended, raised an error, left this step out, or is alone in what all ranks must call, "
@@ -55,7 +56,6 @@ def require_group(whose: str, process_group: Any, argument: str = "process_group
                 "Likely cause: the group is torchft's, which has the ranks in its .parent after each quorum "
                 "(see gradcomp.frameworks.torchft), or destroy_process_group has ended it"
             )
-        _known.add(process_group)
         return
     if type(process_group) is int and process_group == dist.GroupMember.NON_GROUP_MEMBER:
         cause = "this rank is not in the group that new_group made; only the group's ranks may use it"
@@ -72,14 +72,16 @@ def resolve_group(whose: str, process_group: Any, argument: str = "process_group
 
     Raises RuntimeError if there is no default group, and the errors of require_group.
     """
-    if process_group is not None and process_group not in _known:
-        require_group(whose, process_group, argument)
     group = dist.group.WORLD if process_group is None else process_group
+    if group is not None and group in known_groups:
+        return group
+    require_group(whose, process_group, argument)
     if group is None:
         raise RuntimeError(
             f"{whose} has None as its {argument}, which means the default process group, but there is none: "
             "call torch.distributed.init_process_group first"
         )
+    known_groups.add(group)
     return group
 
 

@@ -25,9 +25,11 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.device import has_streams
+from gradcomp.layout.flat import ShardLayout
 
 from ..comm.bucket import ShardBucket, real_shape
-from ..comm.pipeline import Stages
+from ..comm.exchange import Works
+from ..comm.process_group import Explaining
 from ..comm.streams import side_stream
 from .agreement import Place, digest_of
 from .compressor import BucketSpec, Compressor, State
@@ -52,11 +54,12 @@ class Bucket:
     made_for: what the state has made it for; empty without one.
     unit: the buffer's gradients have been multiplied by it; so have the compressor's and the pending errors,
         but not the errors of entries.
-    pending: by position, errors that another compressor has left of tensors that this one sends exactly. Each
-        is added to its tensor's next gradient, and so sent once: then None. That of an unused tensor waits.
+    pending: by position, errors of tensors that the compressor doesn't keep. Each is added to its tensor's
+        next gradient, and so sent once: then None. That of an unused tensor waits.
     sent: the pending errors that are part of this step's average. On CUDA the side stream may read one until
         the step ends, so it is freed in the next step.
     undo: (the last step's number, functions that take it back when called in turn), if the state keeps these.
+    operation: explains errors of its averages; None before the first.
     """
 
     index: int
@@ -73,15 +76,12 @@ class Bucket:
     pending: dict[int, torch.Tensor | None] = field(default_factory=dict)
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
     undo: tuple[int, list[Callable[[], None]]] | None = None
+    operation: Explaining | None = None
 
     @cached_property
     def draw(self) -> int:
         """A number that random choices for the bucket depend on: on its parameters, not their order."""
         return draw_of(self.keys)
-
-    def seed(self, random_seed: int, step: int) -> int:
-        """Return the seed for the bucket's random choices in a step, the same on every rank."""
-        return (random_seed * 1_000_003 + step * 8_191) % 2**62 + self.draw
 
     def spec(self, bucket: dist.GradBucket, place: Place, seed: int = 0) -> BucketSpec:
         """Return what a compressor of the bucket is made for."""
@@ -122,35 +122,27 @@ class Bucket:
         is_same_shape = shapes == self.shapes or list(map(real_shape, parameters)) == self.shapes
         return is_same_shape and self.options == options
 
-    def unused(self, bucket: dist.GradBucket) -> list[int]:
-        """Return the positions of the tensors that this rank's backward has not used, as far as known.
-
-        torch's DDP calls a hook before it writes averages, so a parameter without a gradient was not used.
-        gradcomp's buckets don't tell: the list is empty, and the Reducer calls CompressorState.take_back for
-        each parameter that no rank has used.
-        """
-        if not isinstance(bucket, dist.GradBucket):
-            return []
-        return [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
-
     # --- the compressor ---
 
     def stages(
         self, bucket: dist.GradBucket, group: dist.ProcessGroup, seed: int, undoable: int | None
-    ) -> Stages:
-        """Reduce a bucket with the compressor. Yields each collective under way, and returns the buffer.
+    ) -> Works:
+        """Reduce a bucket with the compressor. Yields each collective under way.
 
         seed: the seed for random choices.
         undoable: the step's number, to keep what takes it back; None to keep nothing.
         """
-        compressor, flat, unused = self.compressor, bucket.buffer(), self.unused(bucket)
+        compressor, flat, unused = self.compressor, bucket.buffer(), []
         assert compressor is not None
+        # torch's DDP calls a hook before it writes averages, so a parameter without a gradient was not used.
+        # gradcomp's buckets don't tell: the Reducer calls take_back for each one that no rank has used.
+        if isinstance(bucket, dist.GradBucket):
+            unused = [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
         self.undo = None if undoable is None else (undoable, [self._snapshot(compressor)])
         if self.pending and self.waits:
-            self._send_pending(flat, unused)
+            self._send_pending(bucket, unused, group.size())
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
         yield from compressor.reduce(flat, out, group, seed, unused)
-        return flat
 
     def _snapshot(self, compressor: Compressor) -> Callable[[], None]:
         """Copy what a step changes. Returns a function that takes the bucket back to now."""
@@ -162,26 +154,34 @@ class Bucket:
 
         return undo
 
-    def _send_pending(self, flat: torch.Tensor, unused: Sequence[int]) -> None:
+    def _send_pending(self, bucket: dist.GradBucket, unused: Sequence[int], world_size: int) -> None:
         """Add the pending errors of used tensors to their gradients."""
         self.sent = {i: error for i, error in self.pending.items() if error is not None and i not in unused}
-        parts = flat.split(self.numels)
-        for position, error in self.sent.items():
-            parts[position].add_(error)
-            self.pending[position] = None
+        self.pending |= dict.fromkeys(self.sent)
+        if not isinstance(bucket, ShardBucket):
+            parts = bucket.buffer().split(self.numels)
+            for position, error in self.sent.items():
+                parts[position].add_(error)
+        elif self.sent:
+            errors, rows = self.added(self.sent), bucket.buffer().view(world_size, -1)
+            for row, own, in_row in ShardLayout(self.shapes, world_size).shards():
+                rows[row, in_row] += errors[own]
 
     def current_error(self) -> torch.Tensor | None:
         """Return this rank's error, [numel], for reading only; None on all ranks or on none."""
         assert self.compressor is not None
         error = self.compressor.current_error()
-        return error if error is None or not self.waits else self._with_pending(error)
+        return error if error is None or not self.waits else self.added(self.pending, error)
 
-    def _with_pending(self, error: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of the compressor's error, [numel], with the pending errors in their places."""
-        whole = self._zeros() if error is None else error.clone()
+    def added(
+        self, errors: Mapping[int, torch.Tensor | None], to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a copy of an error, [numel], by default zeros, plus errors by position."""
+        whole = self._zeros() if to is None else to.clone()
         parts = whole.split(self.numels)
-        for position, each in self.pending.items():
-            parts[position][:] = 0.0 if each is None else each
+        for position, each in errors.items():
+            if each is not None:
+                parts[position].add_(each)
         return whole
 
     def _zeros(self) -> torch.Tensor:
@@ -205,8 +205,10 @@ class Bucket:
         position = self.keys.index(key)
         if self.compressor is None:
             return
-        if position not in self.compressor.sent_exactly:
-            self.compressor.add_to_error(sum(self.numels[:position]), values)
+        rest = self.compressor.add_to_error(sum(self.numels[:position]), values)
+        if rest is not None:
+            own, waiting = rest.split(self.numels)[position], self.pending.get(position)
+            self.pending[position] = own if waiting is None else own + waiting
         elif position in self.sent:
             self.pending[position] = values.clone()  # which has the error that was sent
 
@@ -219,7 +221,7 @@ class Bucket:
             return entries
         state = self.compressor.state()
         if self.pending:  # zeros where they have been sent: all ranks have entries of the same names
-            state["error"] = self._with_pending(state.get("error"))
+            state["error"] = self.added(self.pending, state.get("error"))
         for name, value in state.items():
             if name == "error":
                 parts = (value if self.unit == 1 else value / self.unit).split(self.numels)
@@ -252,13 +254,9 @@ class Bucket:
                 state[name] *= self.unit
             else:
                 state[name] = values
-        if "error" in state:
-            parts = state["error"].split(self.numels)
-            for position in self.compressor.sent_exactly:
-                self.pending[position] = parts[position].clone()
-                parts[position].zero_()
-        if state:
-            self.compressor.load(state)
+        rest = self.compressor.load(state) if state else None
+        if rest is not None:
+            self.pending = dict(enumerate(rest.split(self.numels)))
 
 
 class ParameterStates:
@@ -303,7 +301,7 @@ class ParameterStates:
         new = Bucket(index, dtype, options, shapes, keys, list(map(weakref.ref, parameters)))
         for each in self._buckets:
             if each.keys == keys and (each.dtype, each.options, each.shapes) == (dtype, options, shapes):
-                each.index, each.parameters = index, new.parameters
+                each.index, each.parameters, each.operation = index, new.parameters, None
                 return each
         for each in self._buckets:
             if not set(keys).isdisjoint(each.keys):
@@ -337,7 +335,8 @@ class ParameterStates:
         """Take over the entries of a bucket's parameters from its compressor, and drop the compressor."""
         for key, entry in bucket.entries().items():
             self._entries.setdefault(key, {}).update(entry)
-        bucket.compressor, bucket.made_for, bucket.pending, bucket.sent = None, (), {}, {}
+        bucket.compressor, bucket.made_for, bucket.operation = None, (), None
+        bucket.pending, bucket.sent = {}, {}
         if bucket.undo is not None:
             self.lost_undo, bucket.undo = max(self.lost_undo, bucket.undo[0]), None
 

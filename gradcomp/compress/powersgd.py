@@ -30,7 +30,7 @@ from ..rules import (
 )
 from .checkpoint import require_names
 from .compressor import BucketSpec, Collective, Compressor, State
-from .quantized_all_reduce import LayoutFor, all_reduce_for, collectives_of_all_reduce, compile_operations
+from .quantized_all_reduce import LayoutFor, QuantizedAllReduce, collectives_of_all_reduce, compile_operations
 
 # Smaller wires are summed without nodes: two exchanges more within a node take longer than the bytes that
 # they save between nodes (docs/network.md).
@@ -86,9 +86,10 @@ class PowerSGDOptions:
         }
 
     def codes_options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the options of all_reduce_for for int8 factors of a bucket of this dtype."""
+        """Return the options of QuantizedAllReduce for int8 factors of a bucket of this dtype."""
+        wide, exact = torch.promote_types(dtype, torch.float32), self.uncompressed_dtype or dtype
         # PowerSGD's error includes the rounding errors.
-        return {"bits": 8, "error_feedback": False, "uncompressed_dtype": self.uncompressed_dtype or dtype}
+        return {"dtype": wide, "bits": 8, "error_feedback": False, "uncompressed_dtype": exact}
 
     def wire_layouts(self, wire_numels: tuple[list[int], int, list[int]]) -> list[LayoutFor]:
         """Return what gives the blocks of p_wire and of q_wire. wire_numels: the plan's.
@@ -105,6 +106,11 @@ class PowerSGDOptions:
         shapes[0].append((uncompressed_numel,))
         return [partial(BlockLayout, each, self.BLOCK_SIZE) for each in shapes]
 
+    def wire_bytes(self, layout: PowerSGDLayout, dtype: torch.dtype) -> list[int]:
+        """Return the bytes of p_wire and of q_wire without codes, for a bucket of this dtype."""
+        itemsize = (self.factor_dtype or dtype).itemsize
+        return [layout.wire_numel * itemsize, layout.q_numel * itemsize]
+
     def layout(
         self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, draws: Sequence[int] | None = None
     ) -> PowerSGDLayout:
@@ -116,6 +122,19 @@ class PowerSGDOptions:
             scale_bytes = SCALE_BYTES / self.BLOCK_SIZE if self.is_quantized else 0
             rate *= (self.factor_dtype.itemsize + scale_bytes) / dtype.itemsize
         return PowerSGDLayout(shapes, self.matrix_approximation_rank, rate, draws)
+
+
+def _way(num_bytes: int, bucket: BucketSpec) -> BucketSpec:
+    """Return the bucket with the nodes and the delay that count for a wire of this size without codes.
+
+    On a CPU with nodes, the sum of a large wire is hierarchical. NCCL's rings pass each node once anyway.
+    """
+    is_small = num_bytes < LEAST_HIERARCHICAL_BYTES
+    if not (is_small or has_streams(bucket.device)):
+        return bucket
+    # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
+    has_delay = bucket.has_delay or (bucket.world_size == 2 and is_small)
+    return replace(bucket, ranks_per_node=1, has_delay=has_delay)
 
 
 class PowerSGDCompressor(Compressor):
@@ -133,7 +152,6 @@ class PowerSGDCompressor(Compressor):
     def __init__(self, bucket: BucketSpec, options: PowerSGDOptions):
         self._num_tensors = len(bucket.shapes)
         self._is_square, self._keeps_error = options.square, options.use_error_feedback
-        self._ranks_per_node, self._has_delay = bucket.ranks_per_node, bucket.has_delay
         self.plan = ops.powersgd_plan(
             options.layout(bucket.shapes, bucket.dtype, bucket.draws),
             bucket.dtype,
@@ -142,20 +160,17 @@ class PowerSGDCompressor(Compressor):
             seed=bucket.seed,
         )
         self._tensors = [matrix.tensor for matrix in self.plan.layout.matrices]
-        if options.use_error_feedback and not options.square:
-            self.sent_exactly = set(range(self._num_tensors)) - set(self._tensors)
         self._of_wires = []
         if options.is_quantized:
-            wide = torch.promote_types(bucket.dtype, torch.float32)
             self._of_wires = [
-                all_reduce_for(layout_for, wide, bucket, **options.codes_options(bucket.dtype))
+                QuantizedAllReduce(layout_for, spec=bucket, **options.codes_options(bucket.dtype))
                 for layout_for in options.wire_layouts(self.plan.wire_numels)
             ]
             sent_bytes = sum(each.num_bytes for each in self._of_wires)
         else:
             # Counted without the kernels' padding of each column to 16 bytes, so that it compares with torch.
-            numel = self.plan.layout.wire_numel + self.plan.layout.q_numel
-            sent_bytes = numel * (options.factor_dtype or bucket.dtype).itemsize
+            wires = options.wire_bytes(self.plan.layout, bucket.dtype)
+            self._ways, sent_bytes = [_way(each, bucket) for each in wires], sum(wires)
         self.sent_numel = -(-sent_bytes // bucket.dtype.itemsize)
 
     @classmethod
@@ -187,34 +202,23 @@ class PowerSGDCompressor(Compressor):
         if options.is_quantized:
             # The quantization kernels don't depend on shapes.
             layout_for = partial(BlockLayout, [(1, options.BLOCK_SIZE)], options.BLOCK_SIZE)
-            dtype = torch.promote_types(bucket.dtype, torch.float32)
             codes = options.codes_options(bucket.dtype)
-            compile_operations(lambda spec: all_reduce_for(layout_for, dtype, spec, **codes), bucket)
+            compile_operations(lambda spec: QuantizedAllReduce(layout_for, spec=spec, **codes), bucket)
 
     @classmethod
     def collectives(cls, bucket: BucketSpec, options: PowerSGDOptions) -> list[Collective]:
         layout = options.layout(bucket.shapes, bucket.dtype)
         if options.is_quantized:
-            wide = torch.promote_types(bucket.dtype, torch.float32)
             wire_numels = layout.p_numels, layout.wire_numel - layout.p_numel, layout.q_numels
             codes = options.codes_options(bucket.dtype)
             p, q = (
-                collectives_of_all_reduce(layout_for, wide, bucket, **codes)
+                collectives_of_all_reduce(layout_for, spec=bucket, **codes)
                 for layout_for in options.wire_layouts(wire_numels)
             )
         else:
-            itemsize = (options.factor_dtype or bucket.dtype).itemsize
-            p, q = (cls._summing(numel * itemsize, bucket) for numel in (layout.wire_numel, layout.q_numel))
+            wires = options.wire_bytes(layout, bucket.dtype)
+            p, q = (_way(each, bucket).summing(each, each) if each else [] for each in wires)
         return p + q
-
-    @staticmethod
-    def _summing(num_bytes: int, bucket: BucketSpec) -> list[Collective]:
-        """Return the collectives of _all_reduce for a wire without codes."""
-        is_small = num_bytes < LEAST_HIERARCHICAL_BYTES
-        if is_small or has_streams(bucket.device):
-            has_delay = bucket.has_delay or (bucket.world_size == 2 and is_small)
-            bucket = replace(bucket, ranks_per_node=1, has_delay=has_delay)
-        return bucket.summing(num_bytes, num_bytes) if num_bytes else []
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
@@ -242,18 +246,14 @@ class PowerSGDCompressor(Compressor):
         return [index for index, tensor in enumerate(self._tensors) if tensor in unused]
 
     def _all_reduce(self, index: int, wire: Tensor, group: dist.ProcessGroup) -> Works:
-        """Sum p_wire (index 0) or q_wire (1) over all ranks; int8 factors are averaged.
-
-        On a CPU with nodes, the sum of a large wire is hierarchical. NCCL's rings pass each node once anyway.
-        """
+        """Sum p_wire (index 0) or q_wire (1) over all ranks; int8 factors are averaged."""
         if self._of_wires:
-            return self._of_wires[index].reduce(wire, wire, group, (), None)
-        is_small = wire.nbytes < LEAST_HIERARCHICAL_BYTES
-        if self._ranks_per_node == 1 or is_small or has_streams(wire.device):
-            # Between two ranks one exchange of a small wire is faster than gloo's ring on any link.
-            return all_reduce(wire, group, has_delay=self._has_delay or (group.size() == 2 and is_small))
-        nodes = nodes_of(group, self._ranks_per_node)
-        between = partial(all_reduce, group=nodes.between, has_delay=self._has_delay)
+            return self._of_wires[index].reduce(wire, wire, group)
+        way = self._ways[index]
+        if way.ranks_per_node == 1:
+            return all_reduce(wire, group, has_delay=way.has_delay)
+        nodes = nodes_of(group, way.ranks_per_node)
+        between = partial(all_reduce, group=nodes.between, has_delay=way.has_delay)
         return reduce_hierarchically(wire, nodes, between)
 
     def state(self) -> State:
@@ -265,7 +265,7 @@ class PowerSGDCompressor(Compressor):
             by_tensor[tensor] = direction
         return {"error": error, "direction": by_tensor}
 
-    def load(self, state: State) -> None:
+    def load(self, state: State) -> Tensor | None:
         directions = self.plan.directions()
         if self._is_square:
             given = [state.get("square_direction")] * len(directions)
@@ -274,9 +274,16 @@ class PowerSGDCompressor(Compressor):
             given = [by_tensor[tensor] for tensor in self._tensors]
         pairs = zip(given, directions, strict=True)
         directions = [own if q is None or q.shape != own.shape else q for q, own in pairs]
-        self.plan.load(state["error"], directions)
+        error = state["error"]
+        self.plan.load(error, directions)
+        if not (self._keeps_error and self.plan.layout.uncompressed):
+            return None
+        rest = torch.zeros_like(error)
+        for start, numel in self.plan.layout.uncompressed:
+            rest[start : start + numel] = error[start : start + numel]
+        return rest
 
-    def snapshot(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], Any]:
         copies = [each.clone() for each in self.plan.kept()]
 
         def restore() -> None:
@@ -289,4 +296,5 @@ class PowerSGDCompressor(Compressor):
         return self.plan.error() if self._keeps_error else None
 
     def add_to_error(self, offset: int, values: Tensor) -> None:
+        """Add values to a matrix's error; other tensors have none."""
         self.plan.add_to_error(offset, values)

@@ -8,7 +8,7 @@ In two:
     all-gather: every rank gets the means of all shards, and dequantizes the same bytes
 
 Rank r owns shard r. A rank sends and receives about two buckets of codes, whatever the number of ranks. If
-several ranks share a network card, HierarchicalAllReduce sends these through the card once.
+several ranks share a network card, the hierarchical form sends these through the card once.
 
 In one, between two ranks or where a round trip takes longer than the bytes:
 
@@ -32,13 +32,7 @@ from ..comm.exchange import Works
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field
 from .checkpoint import require_names
 from .compressor import BucketSpec, Collective, Compressor, State
-from .quantized_all_reduce import (
-    FlatAllReduce,
-    HierarchicalAllReduce,
-    all_reduce_for,
-    collectives_of_all_reduce,
-    compile_operations,
-)
+from .quantized_all_reduce import QuantizedAllReduce, collectives_of_all_reduce, compile_operations
 from .reduce_scatter import ReduceScatter
 
 
@@ -78,12 +72,12 @@ class QuantizedOptions:
             bits, exact = 8, exact or torch.bfloat16
         return {"uncompressed_dtype": exact, "bits": bits, "error_feedback": self.error_feedback}
 
-    def form(self, bucket: BucketSpec) -> FlatAllReduce | HierarchicalAllReduce | ReduceScatter:
+    def form(self, bucket: BucketSpec) -> QuantizedAllReduce | ReduceScatter:
         """Return a bucket's all-reduce or reduce-scatter."""
         if bucket.is_shard:
             return ReduceScatter(self.layout, bucket, **self.sum_options())
         layout_for = partial(self.layout, bucket.shapes)
-        return all_reduce_for(layout_for, bucket.dtype, bucket, **self.sum_options())
+        return QuantizedAllReduce(layout_for, bucket.dtype, bucket, **self.sum_options())
 
 
 class QuantizedCompressor(Compressor):
@@ -99,13 +93,7 @@ class QuantizedCompressor(Compressor):
 
     def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
         self._sum = options.form(bucket)
-        if self._sum.error is not None and not bucket.is_shard:
-            quantized = {part.position for part in self._sum.layout.quantized}
-            self.sent_exactly = set(range(len(bucket.shapes))) - quantized
         self._numel = sum(bucket.numels)
-        self._rest: Tensor | None = None  # loaded errors that this place doesn't keep, for the next step
-        # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
-        self._sent: Tensor | None = None
         # The number of elements in an all-reduce that sends as many bytes.
         self.sent_numel = -(-self._sum.num_bytes // bucket.dtype.itemsize)
 
@@ -127,15 +115,14 @@ class QuantizedCompressor(Compressor):
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
     ) -> Works:
         """Average blocks quantized, everything else exactly. Zeros are sent for unused tensors."""
-        self._sent, self._rest = self._rest, None
-        yield from self._sum.reduce(flat, out, group, unused, self._sent)
+        return self._sum.reduce(flat, out, group, unused)
 
     # --- errors ---
 
     def current_error(self) -> Tensor | None:
         if (error := self._sum.error) is None:
             return None
-        flat = error.new_zeros(self._numel) if self._rest is None else self._rest.clone()
+        flat = error.new_zeros(self._numel)
         for in_bucket, kept in self._sum.kept:
             flat[in_bucket] = error[kept] / self._sum.unit
         return flat
@@ -144,12 +131,13 @@ class QuantizedCompressor(Compressor):
         error = self.current_error()
         return {} if error is None else {"error": error}
 
-    def load(self, state: State) -> None:
-        """Continue from errors. Those that this place doesn't keep are added to the next step's gradients."""
+    def load(self, state: State) -> Tensor | None:
+        """Continue from errors. Returns those of exact tensors, and of what other ranks keep."""
         if (error := self._sum.error) is None or "error" not in state:
-            return
-        self._rest = rest = state["error"].to(error, copy=True)
+            return None
+        rest: Tensor = state["error"].to(error, copy=True)
         error.zero_()
         for in_bucket, kept in self._sum.kept:
             error[kept] = rest[in_bucket] * self._sum.unit
             rest[in_bucket] = 0.0
+        return rest

@@ -143,8 +143,8 @@ def zeros_of(layout: BlockLayout, dtype: torch.dtype, device: torch.device, num_
     return torch.zeros(num_shards * layout.shard_numel, dtype=wide, device=device)
 
 
-class FlatAllReduce:
-    """A bucket's quantized all-reduce between all ranks.
+class QuantizedAllReduce:
+    """A bucket's quantized all-reduce between all ranks: flat, or with nodes hierarchical.
 
     layout_for: returns the blocks of the buffer in a number of shards.
     dtype: the buffer's dtype.
@@ -152,66 +152,11 @@ class FlatAllReduce:
     bits, error_feedback, uncompressed_dtype: see ops.encoder.
 
     layout, num_bytes: see Form.
-    codes: what this rank quantizes.
-    error: the errors that this rank keeps, times unit; None without error feedback.
+    codes: what this rank quantizes: the buffer; with nodes this place's piece of the node's sum.
+    unit: a power of two, at most 1 / ranks per node. Gradients are multiplied by it before they are summed
+        within the node, so that no sum overflows.
+    error: the errors of what this rank quantizes, times unit; None without error feedback.
     kept: (elements of the bucket, their errors in `error`) pairs.
-    """
-
-    unit = 1.0  # the errors are multiplied by it
-
-    def __init__(
-        self,
-        layout_for: LayoutFor,
-        dtype: torch.dtype,
-        spec: BucketSpec,
-        *,
-        bits: int = 8,
-        error_feedback: bool,
-        uncompressed_dtype: torch.dtype | None,
-    ):
-        form = Form.of(layout_for, spec, bits, (uncompressed_dtype or dtype).itemsize)
-        self.layout, self.num_bytes = form.layout, form.num_bytes
-        arguments = form.layout, dtype, spec.device
-        self.error = zeros_of(*arguments, form.layout.world_size) if error_feedback else None
-        options: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
-        self.codes = Codes(*arguments, self.error, num_senders=form.num_senders, **options)
-        self._decode = None if form.num_senders else ops.decoder(*arguments, **options)
-        self.operations = [*self.codes.operations, self._decode]
-        self.kept = [(run.in_bucket, run.stored) for run in form.layout.runs]
-
-    def reduce(
-        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
-    ) -> Works:
-        """Write the mean of a buffer over the ranks to out. Yields each collective in progress.
-
-        flat: [numel]. It may be changed.
-        out: [numel], flat or another tensor in its dtype.
-        unused: the positions of tensors that this rank's backward did not use. Zeros are sent for them, and
-            their errors stay.
-        rest: [numel], values to add to the gradients where other ranks of the node keep errors, or None.
-        """
-        if not self.num_bytes:
-            return
-        parts = self.layout.parts_of(unused) if unused else []
-        for part in parts:
-            flat[part.in_bucket] = 0.0
-        stays = [(part.stored, flat.new_ones((), dtype=torch.bool)) for part in parts]
-        yield from self.codes.exchange(flat, group, stays)
-        if self._decode is None:
-            self.codes.add(out, group.rank())
-        else:
-            self._decode(payload=self.codes.payload, buffer=out)
-
-
-class HierarchicalAllReduce:
-    """A bucket's hierarchical quantized all-reduce, with the attributes and methods of FlatAllReduce.
-
-    codes: the codes of this rank's piece.
-    unit: a power of two, 1 / g or less. Gradients are multiplied by it before they are summed within the
-        node, so that no sum overflows.
-    error: the errors of the node's sum of the piece, times unit; None without error feedback.
-
-    Allocates the whole bucket, padded, in fp32 (fp64), and a g-th of it twice.
     """
 
     def __init__(
@@ -224,56 +169,77 @@ class HierarchicalAllReduce:
         error_feedback: bool,
         uncompressed_dtype: torch.dtype | None = None,
     ):
-        num_places, device, wide = spec.ranks_per_node, spec.device, torch.promote_types(dtype, torch.float32)
-        # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
-        uncompressed_dtype = uncompressed_dtype or wide
+        self._dtype, self._ranks_per_node, self._place = dtype, spec.ranks_per_node, spec.place
+        coded = dtype
+        if self._ranks_per_node > 1:
+            # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
+            coded = torch.promote_types(dtype, torch.float32)
+            uncompressed_dtype = uncompressed_dtype or coded
+        form = Form.of(layout_for, spec, bits, (uncompressed_dtype or dtype).itemsize)
+        self.layout, self.num_bytes, layout = form.layout, form.num_bytes, form.layout
+        if self._ranks_per_node > 1:
+            layout = layout.piece(layout.world_size // self._ranks_per_node)
+        self.unit = unit_within(self._ranks_per_node)
+        self.error = zeros_of(layout, coded, spec.device, layout.world_size) if error_feedback else None
         options: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
-        form = Form.of(layout_for, spec, bits, uncompressed_dtype.itemsize)
-        self.layout, self.num_bytes, self._ranks_per_node = form.layout, form.num_bytes, num_places
-        self.unit = unit_within(num_places)
-        arguments = form.layout.piece(form.layout.world_size // num_places), wide, device
-        self.error = zeros_of(*arguments, arguments[0].world_size) if error_feedback else None
-        self.codes = codes = Codes(
-            *arguments, self.error, num_senders=form.num_senders, divisor=spec.world_size * self.unit,
-            averages_dtype=dtype, **options,
+        self.codes = Codes(
+            layout, coded, spec.device, self.error, num_senders=form.num_senders,
+            divisor=spec.world_size * self.unit, averages_dtype=dtype, **options,
         )  # fmt: skip
-        self._pieces = torch.zeros(num_places, codes.layout.numel, dtype=wide, device=device)
+        self._decode = None if form.num_senders else ops.decoder(form.layout, dtype, spec.device, **options)
+        self.operations = [*self.codes.operations, self._decode]
+        self.kept = self._in_piece(form.layout.runs)
+        if self._ranks_per_node > 1:
+            self._make_pieces(layout.numel, coded, spec.device)
+
+    def _make_pieces(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the whole bucket, padded, in fp32 (fp64), and a g-th of it; and all pieces' codes."""
+        self._pieces = torch.zeros(self._ranks_per_node, numel, dtype=dtype, device=device)
         self._piece = torch.zeros_like(self._pieces[0])
         copies = list(self._copies())
         self._copy = ops.PartsCopy(copies, device)
-        self._decode = None if form.num_senders else ops.decoder(form.layout, dtype, device, **options)
-        self.operations = [*codes.operations, self._decode]
-        self._gathered = codes.payload if self._decode else codes.received
-        self._codes = self._gathered.new_zeros(num_places, *self._gathered.shape)  # of all pieces
-        if form.num_senders:
-            self._means = self._pieces.to(dtype)  # a copy only in another dtype
+        self._gathered = self.codes.payload if self._decode else self.codes.received
+        self._codes = self._gathered.new_zeros(self._ranks_per_node, *self._gathered.shape)
+        if not self._decode:
+            self._means = self._pieces.to(self._dtype)  # a copy only in another dtype
             self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], device)
-        self._place = spec.place
-        self.kept = self._in_piece(form.layout.runs)
 
     def _in_piece(self, parts: Iterable[Part]) -> list[tuple[slice, slice]]:
         """Return (elements of the bucket, the same elements of this place's piece) of quantized parts."""
         numel = self.codes.layout.world_size * self.layout.shard_numel
         return [(source, target) for piece, source, target in _cut(parts, numel) if piece == self._place]
 
-    def reduce(
-        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int], rest: Tensor | None
-    ) -> Works:
-        """Write the mean of a buffer over all ranks to out. For the arguments see FlatAllReduce.reduce."""
+    def reduce(self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = ()) -> Works:
+        """Write the mean of a buffer over the ranks to out. Yields each collective in progress.
+
+        flat: [numel]. It may be changed.
+        out: [numel], flat or another tensor in its dtype.
+        unused: the positions of tensors that this rank's backward did not use. Zeros are sent for them, and
+            their errors stay.
+        """
         if not self.num_bytes:
             return
-        nodes, codes = nodes_of(group, self._ranks_per_node), self.codes
         parts = self.layout.parts_of(unused) if unused else []
         for part in parts:
             flat[part.in_bucket] = 0.0
+        if self._ranks_per_node > 1:
+            yield from self._reduce_in_nodes(flat, out, group, parts)
+            return
+        stays = [(part.stored, flat.new_ones((), dtype=torch.bool)) for part in parts]
+        yield from self.codes.exchange(flat, group, stays)
+        if self._decode is None:
+            self.codes.add(out, group.rank())
+        else:
+            self._decode(payload=self.codes.payload, buffer=out)
+
+    def _reduce_in_nodes(self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: list[Part]) -> Works:
+        nodes, codes = nodes_of(group, self._ranks_per_node), self.codes
         self._copy(flat, self._pieces.view(-1), self.unit)
-        if rest is not None:
-            add_to_pieces(rest, self._pieces, self._copies(), self.unit)
         yield from reduce_scatter(self._piece, self._pieces, nodes.within)
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
         stays = [
             (own, _is_in_zero_block(self._piece[own], self.layout.block_size))
-            for _, own in self._in_piece(parts)
+            for _, own in self._in_piece(unused)
         ]
         yield from codes.exchange(self._piece, nodes.between, stays)
         yield all_gather(self._codes.flatten(1), self._gathered.view(-1), nodes.within)
@@ -307,14 +273,6 @@ def _cut(parts: Iterable[Part], numel: int) -> Iterator[tuple[int, slice, slice]
             start += length
 
 
-def all_reduce_for(
-    layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
-) -> FlatAllReduce | HierarchicalAllReduce:
-    """Return a bucket's all-reduce, flat or hierarchical. For the arguments see the classes."""
-    of = FlatAllReduce if spec.ranks_per_node == 1 else HierarchicalAllReduce
-    return of(layout_for, dtype, spec, **options)
-
-
 def compile_operations(form_of: Callable[[BucketSpec], Any], spec: BucketSpec) -> None:
     """Compile the kernels of a bucket's form for its device. form_of: returns the form of a bucket."""
     if has_streams(spec.device):
@@ -327,7 +285,7 @@ def compile_operations(form_of: Callable[[BucketSpec], Any], spec: BucketSpec) -
 def collectives_of_all_reduce(
     layout_for: LayoutFor, dtype: torch.dtype, spec: BucketSpec, **options: Any
 ) -> list[Collective]:
-    """Return the collectives of all_reduce_for with these arguments, in the order of its reduce."""
+    """Return the collectives of a QuantizedAllReduce with these arguments, in the order of its reduce."""
     is_flat, wide = spec.ranks_per_node == 1, torch.promote_types(dtype, torch.float32)
     exact = options.get("uncompressed_dtype") or (dtype if is_flat else wide)
     form = Form.of(layout_for, spec, options.get("bits", 8), exact.itemsize)
@@ -341,12 +299,6 @@ def collectives_of_all_reduce(
     piece = form.layout.piece(form.layout.world_size // spec.ranks_per_node)
     first = Collective("reduce-scatter", spec.ranks_per_node * piece.numel * wide.itemsize, "within")
     return [first, *exchanged, Collective("all-gather", num_bytes, "within")]
-
-
-def add_to_pieces(rest: Tensor, pieces: Tensor, copies: Iterable[tuple[slice, slice]], unit: float) -> None:
-    """Add unit times rest to pieces, which another dtype may round. copies: (slices of rest, of pieces)."""
-    for source, target in copies:
-        pieces.view(-1)[target] += rest[source] * unit
 
 
 def unit_within(ranks_per_node: int) -> float:

@@ -1,16 +1,18 @@
 """What a hook's state keeps of parameters, and how it is saved."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..comm.announcement import say, shown_bytes
+from ..comm.consistency import first_of
 from ..comm.process_group import joined_group
 from ..rules import SCALE
 from . import checkpoint
+from .agreement import Place
 from .checkpoint import PROGRESS, owner_of
-from .gradient_sizes import GradientSizes
 from .parameter_states import Entries, ParameterStates
 from .settings import ConfiguredState, Settings, as_dict, logger_of
 
@@ -23,7 +25,9 @@ class SavedState(ConfiguredState):
     total_numel_before_compression: int
     total_numel_after_compression: int
     next_stats_report: int
+    announced: set[str]
     _steps: Any  # Steps
+    _sizes: Any  # GradientSizes
 
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
@@ -31,7 +35,6 @@ class SavedState(ConfiguredState):
         self.settings = settings
         self._states = ParameterStates()
         self._scale: float | None = None  # of gradients and errors
-        self._sizes: GradientSizes | None = GradientSizes()  # None once judged
         self.next_stats_report = 0
         self.total_numel_before_compression = self.total_numel_after_compression = 0
         self._errors_of: dict[str, Any] | None = None  # the rank that saved the loaded errors, until a step
@@ -187,6 +190,47 @@ class SavedState(ConfiguredState):
             *(self.iter, before, after, rate),
         )
         self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+
+    # --- announcements ---
+
+    def _announce_start(self) -> None:
+        """Announce that the first steps are exact."""
+        self.announced.add("")
+        say(
+            f"{self.algorithm}: exact averages until step {self.start_iter}", joined_group(self.process_group)
+        )
+
+    def _announce_phase(self, name: str, place: Place, gradient_bytes: int, sent_bytes: int) -> None:
+        """Announce a phase's first compressed step.
+
+        name: the phase's.
+        gradient_bytes: the bytes of the step's gradients.
+        sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
+        """
+        self.announced.add(name)
+        per = f"node, between {place.nodes}" if place.nodes else "rank"
+        if sent_bytes < gradient_bytes:
+            rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
+        else:
+            rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
+        saved = f"{rate}, {shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)}"
+        text = f"{name} compresses from step {self.iter} on: {saved} per step and {per}"
+        if place.has_delay:
+            text += f"; a message and its answer take {place.round_trip_s * 1e3:.0f} ms"
+        if place.size == 1:
+            text += "; one rank sends nothing: its results show what compression loses, not what it saves"
+        say(text, joined_group(self.process_group))
+        if sent_bytes >= gradient_bytes:
+            logger_of(self).warning("%s saves no bytes%s.", name, self._why_nothing_is_saved())
+
+    def _why_nothing_is_saved(self) -> str:
+        """Return words that go on after "saves no bytes", with the likely cause."""
+        return ""
+
+    def _warn_of_keys(self, text: str, keys: Sequence[str]) -> None:
+        """Log a text with the first of these keys in the place of %s, if there are any."""
+        if keys:
+            logger_of(self).warning("%s: %s.", self.algorithm, text % first_of(keys))
 
     # --- checkpoints ---
 

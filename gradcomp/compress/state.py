@@ -18,30 +18,52 @@ So a step ends in one of three ways:
 undo_step takes back all steps since a change, such as the steps of several models.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from gradcomp.device import has_streams, pinned
+
 from ..comm.all_reduce import average_in_place
 from ..comm.bucket import ShardBucket, checked_bucket
 from ..comm.exchange import reduce_scatter
-from ..comm.pipeline import Pipeline, Stages, average_in_stages
+from ..comm.pipeline import Pipeline, average_in_stages
 from ..comm.process_group import Explaining
 from ..comm.streams import Future
 from ..comm.torch_private import current_graph_task_id, queue_callback
 from ..rules import described
 from .agreement import Place, agree
-from .announcement import LONG_START, UNCLAIMED, announce_phase, announce_start, warn_of_keys
 from .compressor import Compressor
 from .parameter_states import Bucket
 from .saved_state import SavedState
-from .settings import Settings, option
+from .settings import Settings, logger_of, option
 
 __all__ = ["CompressorState", "Phase", "compress_hook", "option"]
+
+# A state with more exact steps than this before compression says so in its first step.
+LONG_START = 10
+UNCLAIMED = (
+    "the checkpoint has errors of parameters that the first step did not bring: %s. They wait for these. "
+    "Likely cause: another model, or the runs differ in bucket_cap_mb, find_unused_parameters or wrapper, "
+    "and one has no names of parameters: call state.number_parameters(model.named_parameters()) in both"
+)
+NUM_STEPS = 40  # whose gradients' sizes are compared
+NUM_PARTS, PART_NUMEL = 8, 512  # of a bucket, as far as it is that large
+# A loss spike jumps twice, a GradScaler's scale by a factor of 2.
+JUMP, MANY_JUMPS = 8, 6
+JUMPED = (
+    f"%s: gradients became {JUMP} or more times larger or smaller from one step to the next %d times in "
+    f"{NUM_STEPS} steps, but errors keep the unit of the gradients that left them. Likely cause: averages "
+    "are divided by each step's tokens or samples. Multiply the loss instead, by "
+    "gradcomp.loss_factor(count), or call state.rescale_errors before every backward; see "
+    "docs/weighted_averages.md."
+)
 
 
 class Phase(NamedTuple):
@@ -127,6 +149,7 @@ class CompressorState(SavedState):
         self._steps: Steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
         self.announced: set[str] = set()
+        self._sizes: GradientSizes | None = GradientSizes()  # None once judged
         self._pipeline = Pipeline()
         self.recorder: Any = None
         self.shard_group: dist.ProcessGroup | None = None
@@ -165,21 +188,17 @@ class CompressorState(SavedState):
         self._steps.end()
         self._states.end_step()
         if self._states.loaded:
-            warn_of_keys(self, UNCLAIMED, self._states.unclaimed())
+            self._warn_of_keys(UNCLAIMED, self._states.unclaimed())
         phase = self._phase
         if phase is not None and phase.compressor is not None and self._steps.num >= self.next_stats_report:
             self._report_stats()
         if phase is not None and gradient_bytes:
             if self._announces_phases and phase.name not in self.announced:
-                announce_phase(self, phase.name, self._place, gradient_bytes, sent_bytes)
+                self._announce_phase(phase.name, self._place, gradient_bytes, sent_bytes)
         elif not self.announced and self.start_iter - self.iter > LONG_START:
-            announce_start(self)
+            self._announce_start()
         self.is_compared |= self.compared_in is not None
         self._steps.num += 1
-
-    def _why_nothing_is_saved(self) -> str:
-        """Return words that go on after "saves no bytes", with the likely cause."""
-        return ""
 
     # --- averages ---
 
@@ -212,7 +231,10 @@ class CompressorState(SavedState):
             self._expect_comparison()
         if self.compared_in is None or self.compared_in == self._steps.num:  # all buckets of that step
             self.compared_in = None  # if the comparison fails
-            self._compare(hook_name, bucket, group, is_first=is_first)
+            agreed = agree(self, hook_name, bucket, group, is_first=is_first)
+            if agreed != self._place:
+                self._states.give_all_back()
+                self._place = agreed
             self._warn_of_another_ranks_errors(group)
             self.compared_in = self._steps.num
         options = self.settings.options if options is None else options
@@ -236,7 +258,8 @@ class CompressorState(SavedState):
     def _average_plainly(self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Future:
         buffer, operation = bucket.buffer(), Explaining.averaging(bucket.index(), hook_name, group)
         if isinstance(bucket, ShardBucket):
-            return average_in_stages(bucket, _sum_of_shard(bucket, group), operation, self._pipeline)
+            summing = reduce_scatter(bucket.shard, buffer.view(group.size(), -1), group)
+            return average_in_stages(bucket, summing, operation, self._pipeline)
         if self.recorder is not None:
             self.recorder.add_plain(self.iter, bucket.index(), buffer, group)
         return average_in_place(bucket, group, operation, self._pipeline)
@@ -246,53 +269,49 @@ class CompressorState(SavedState):
     ) -> Future:
         """Average a bucket with the phase's compressor."""
         buffer, step = bucket.buffer(), self._steps.num
+        # A compressor ends a step by choosing the next step's random projections, with the next seed.
+        seeds = [self.settings.random_seed * 1_000_003 + number * 8_191 for number in (step, step + 1)]
+        seed, next_seed = (each % 2**62 + own.draw for each in seeds)
         if own.made_for != (phase.compressor, buffer.device, phase.is_flat):
-            self._make_compressor(bucket, phase, own)
+            self._make_compressor(bucket, phase, own, seed)
         compressor, is_first = own.compressor, self._steps.num_buckets == 1
         assert compressor is not None
-        if self._sizes is not None and is_first and self._sizes.are_judged(self, own.keys, buffer):
-            self._sizes = None
+        if self._sizes is not None and is_first:
+            num_jumps = self._sizes.note(step, own.keys, buffer)
+            if num_jumps is not None:
+                self._sizes = None
+                if num_jumps >= MANY_JUMPS and self._states.have_errors:
+                    logger_of(self).warning(JUMPED, self.algorithm, num_jumps)
         if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
         else:
-            # The next step's seed: a compressor ends a step by choosing the next step's random projections.
-            seed = own.seed(self.settings.random_seed, step + 1)
             if own.undo is not None and own.undo[0] < step:
                 self._states.lost_undo = max(self._states.lost_undo, own.undo[0])
             undoable = None if self._steps.undoable is None else step
-            running = own.stages(bucket, group, seed, undoable)
+            running = own.stages(bucket, group, next_seed, undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
             elif self.recorder is not None:
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
-            operation = Explaining.averaging(bucket.index(), hook_name, group)
-            future = self._pipeline.add(bucket, running, operation, is_first=is_first)
+            if own.operation is None:
+                own.operation = Explaining.averaging(bucket.index(), hook_name, group)
+            future = self._pipeline.add(bucket, running, own.operation, is_first=is_first)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += compressor.sent_numel
         self._steps.gradient_bytes += buffer.nbytes
         self._steps.sent_bytes += compressor.sent_numel * buffer.itemsize
         return future
 
-    def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket) -> None:
+    def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket, seed: int) -> None:
         """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
         assert phase.compressor is not None
-        seed = own.seed(self.settings.random_seed, self._steps.num)
         spec = own.spec(bucket, self._place_in(phase), seed)
         lost = self._states.make_compressor(own, phase.compressor, spec)
-        warn_of_keys(self, "the checkpoint has other shapes of %s, whose errors start at zero", lost)
+        self._warn_of_keys("the checkpoint has other shapes of %s, whose errors start at zero", lost)
         own.made_for = (phase.compressor, spec.device, phase.is_flat)
 
     def _place_in(self, phase: Phase) -> Place:
         return replace(self._place, ranks_per_node=1, place=0) if phase.is_flat else self._place
-
-    def _compare(
-        self, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
-    ) -> None:
-        """In the first step, raise RuntimeError on every rank if options or buckets differ between ranks."""
-        agreed = agree(self, hook_name, bucket, group, is_first=is_first)
-        if agreed != self._place:
-            self._states.give_all_back()
-            self._place = agreed
 
 
 def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -310,13 +329,6 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
     if not isinstance(state, CompressorState):
         raise TypeError(f"compress_hook takes a CompressorState as its state, got {described(state)}")
     return state.average("compress_hook", bucket)
-
-
-def _sum_of_shard(bucket: ShardBucket, group: dist.ProcessGroup) -> Stages:
-    """Sum a bucket's shard without compression. Yields the collective."""
-    buffer = bucket.buffer()
-    yield from reduce_scatter(bucket.shard, buffer.view(group.size(), -1), group)
-    return buffer
 
 
 class Steps:
@@ -366,7 +378,8 @@ class Steps:
         self.num_buckets += 1
         if backward not in (-1, self._backward):
             self._backward, self._watched = backward, list(map(weakref.ref, parameters))
-            queue_callback(self._end_backward)
+            # A callback of a callback comes after DDP's, which writes the averages to the gradients.
+            queue_callback(partial(queue_callback, self._end_backward))
         return True
 
     def end(self) -> None:
@@ -377,16 +390,57 @@ class Steps:
             self._parameters = set()
 
     def _end_backward(self) -> None:
-        self._backward = -1
+        self._backward, self._left = -1, self._versions()
         self.is_over = self.num_buckets > 0
-        # After DDP's callback, which writes the averages to the gradients, on every rank.
-        queue_callback(self._leave)
-
-    def _leave(self) -> None:
-        self._left = self._versions()
 
     def _versions(self) -> list[Any]:
         """Return numbers that grow with every change of the watched parameters and their gradients."""
         watched = [ref() for ref in self._watched]
         watched += [None if each is None else each.grad for each in watched]
         return [each is not None and (each.is_inference() or each._version) for each in watched]
+
+
+class GradientSizes:
+    """The norms of some parts of every step's first bucket: a unit that changes from step to step shows.
+
+    norms: [NUM_STEPS, NUM_PARTS] in fp32, divided by the step's scale; None before the first step.
+    keys: of the bucket; a state may have several models.
+    num_steps, last_step: the number of steps noted, and the last one's own number.
+    scale: the product of all factors of rescale_errors, so far.
+    """
+
+    def __init__(self) -> None:
+        self.norms: torch.Tensor | None = None
+        self.keys: list[str] = []
+        self.num_steps, self.last_step, self.scale = 0, -1, 1.0
+        self._copied: torch.cuda.Event | None = None
+
+    def note(self, step: int, keys: list[str], buffer: torch.Tensor) -> int | None:
+        """Note a step's first bucket. Returns num_jumps of NUM_STEPS steps, None before it is known."""
+        if self.norms is None or step < 2:  # DDP rebuilds its buckets after the first step
+            self.keys, self.num_steps = keys, 0
+            self.norms = torch.zeros(NUM_STEPS, NUM_PARTS, dtype=torch.float32, device=buffer.device)
+        if self.keys != keys:
+            return None
+        if self.num_steps == NUM_STEPS:
+            return self.num_jumps()
+        stride, wide = buffer.numel() // NUM_PARTS, torch.promote_types(buffer.dtype, torch.float32)
+        parts = buffer.as_strided((NUM_PARTS, min(stride, PART_NUMEL)), (stride, 1))
+        self.norms[self.num_steps] = torch.linalg.vector_norm(parts, dim=1, dtype=wide) / self.scale
+        self.num_steps, self.last_step = self.num_steps + 1, step
+        return None
+
+    def num_jumps(self) -> int | None:
+        """Return how often most parts jumped, all in one direction; None while CUDA copies the norms."""
+        assert self.norms is not None
+        if has_streams(device := self.norms.device):
+            host = pinned(torch.empty(self.norms.shape, dtype=torch.float32, device="cpu"), device)
+            self.norms = host.copy_(self.norms, non_blocking=True)
+            self._copied = torch.cuda.current_stream(device).record_event()
+        if self._copied is not None and not self._copied.query():
+            return None
+        logs = self.norms.log2().diff(dim=0)
+        is_known = logs.isfinite()  # not of zeros, inf and NaN
+        limit = math.log2(JUMP)
+        in_one_direction = (~is_known | (logs >= limit)).all(1) | (~is_known | (logs <= -limit)).all(1)
+        return int((in_one_direction & (is_known.sum(1) > NUM_PARTS // 2)).sum())

@@ -337,16 +337,12 @@ class PowerSGDPlan:
         for index in left_out:
             self.sent_p(index).zero_()
 
-    def orthonormalize(self) -> None:
-        """Copy the averaged P from p_wire, and orthonormalize its columns."""
+    def back_project(self, buffer: torch.Tensor, scale: float) -> None:
+        """Orthonormalize P, and compute q_wire = scale · (all Qᵀ = Pᵀ M)."""
         for p, sent in self._sent_p:
             p.copy_(sent)
         for groups in self._groups_by_rank.values():
             orthonormalize([group.p for group in groups], self._epsilon, [group.scratch for group in groups])
-
-    def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        """Orthonormalize P, and compute q_wire = scale · (all Qᵀ = Pᵀ M)."""
-        self.orthonormalize()
         for group in reversed(self.groups):  # in reverse for the caches' sake; see MatrixGroup.back_project
             group.back_project(buffer)
         cast(self._q, out=self.q_wire, scale=scale * self._shrunk / SHRINK)

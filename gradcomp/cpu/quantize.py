@@ -172,17 +172,21 @@ def dequantize(
 Coded = tuple[Tensor, Tensor]
 
 
+# (slice of a chunk's elements, the same elements' slice in the bucket) pairs.
+Copies = Sequence[tuple[slice, slice]]
+
+
 class Chunk(NamedTuple):
     """Blocks of a shard that are quantized together.
 
     rows, blocks: the slices of the shard's blocks, and of all shards' blocks.
-    copies: (slice of the chunk's elements, the same elements' slice in the bucket) pairs.
+    copies: all of the chunk's.
     in_bucket: the chunk's elements in the bucket if they are together there, without padding; otherwise None.
     """
 
     rows: slice
     blocks: slice
-    copies: Sequence[tuple[slice, slice]]
+    copies: Copies
     in_bucket: slice | None
 
 
@@ -246,31 +250,25 @@ class _Operation:
                 for start in starts
             ]
 
-    def _scales_of(self, payloads: Tensor) -> tuple[Tensor, float, float | None]:
-        """Return the payloads' scales, [payloads, blocks], the largest, and dequantize's top for them.
+    def _others_of(self, payloads: Tensor) -> tuple[Tensor, Tensor, float, float | None]:
+        """Return what is beside codes: exact elements, scales, the largest scale and dequantize's top for it.
 
-        The largest is NaN if a scale is.
+        The first two are [payloads, elements] and [payloads, blocks]. The largest is NaN if a scale is.
         """
+        exact = payloads[:, self._exact_at].contiguous().view(self._exact_dtype)
         scales = payloads[:, self._scales_at].contiguous().view(torch.bfloat16)
         largest = float(scales.amax()) if scales.numel() else 0.0
-        return scales, largest, None if largest * LARGEST_CODE[self._bits] <= self._top else self._top
+        return exact, scales, largest, None if largest * LARGEST_CODE[self._bits] <= self._top else self._top
 
-    def _exact_of(self, payloads: Tensor) -> Tensor:
-        """Return the payloads' exact elements, [payloads, elements]."""
-        return payloads[:, self._exact_at].contiguous().view(self._exact_dtype)
+    def _values(self, chunk: Chunk, buffer: Tensor | None = None) -> tuple[Tensor, Copies]:
+        """Return where a chunk's values are computed, and the copies from there to the buffer.
 
-    def _values(self, chunk: Chunk, buffer: Tensor | None = None) -> Tensor:
-        """Return where a chunk's values are computed: in the buffer if that is possible, or in scratch."""
+        That is the buffer itself if possible, or scratch.
+        """
         if buffer is not None and chunk.in_bucket is not None and buffer.dtype == self._wide:
-            return buffer[chunk.in_bucket].view(-1, self._layout.block_size)
+            return buffer[chunk.in_bucket].view(-1, self._layout.block_size), ()
         shape = chunk.rows.stop - chunk.rows.start, self._layout.block_size
-        return _scratch(torch.Size(shape), self._wide, "values")
-
-    def _place(self, chunk: Chunk, values: Tensor, buffer: Tensor) -> None:
-        """Write a chunk's values to the buffer, unless _values has put them there."""
-        if values.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
-            for stored, in_bucket in chunk.copies:
-                buffer[in_bucket] = values.view(-1)[stored]
+        return _scratch(torch.Size(shape), self._wide, "values"), chunk.copies
 
 
 class Encoder(_Operation):
@@ -280,11 +278,13 @@ class Encoder(_Operation):
         layout, blocks = self._layout, kept.view(-1, self._layout.block_size)
         for chunks, coded in zip(self._chunks, self._coded(payload), strict=False):
             for shard, (chunk, (codes, scales)) in enumerate(zip(chunks, coded, strict=True)):
-                is_own, values = shard == rank, self._values(chunk)
-                gradients = partial(self._gradients, chunk, buffer) if self._feedback else None
-                if is_own or self._feedback:  # the chunk's errors or own values
-                    values = blocks[chunk.blocks if self._feedback else chunk.rows]
-                self._gradients(chunk, buffer, values, is_sum=self._feedback)
+                is_own, gradients = shard == rank, None
+                if self._feedback:
+                    gradients, values = partial(self._gradients, chunk, buffer), blocks[chunk.blocks]
+                    for stored, in_bucket in chunk.copies:
+                        values.view(-1)[stored].add_(buffer[in_bucket])
+                else:
+                    values = self._gradients(chunk, buffer, blocks[chunk.rows] if is_own else None)
                 quantize(
                     values, codes=None if is_own else codes, scales=scales, bits=self._bits, top=self._top,
                     gradients=gradients,
@@ -294,22 +294,19 @@ class Encoder(_Operation):
             exact[each.stored] = buffer[each.in_bucket]
         payload[:, self._exact_at] = exact.view(torch.uint8).view(len(payload), -1)
 
-    def _gradients(
-        self, chunk: Chunk, buffer: Tensor, out: Tensor | None = None, *, is_sum: bool = False
-    ) -> Tensor:
-        """Write a chunk's gradients to out, new memory by default, or add them to it. Returns out."""
-        out = torch.empty_like(self._values(chunk)) if out is None else out
-        if not is_sum:
-            if chunk.in_bucket is not None:
-                return out.copy_(buffer[chunk.in_bucket].view(out.shape))
-            out.zero_()
+    def _gradients(self, chunk: Chunk, buffer: Tensor, out: Tensor | None = None) -> Tensor:
+        """Write a chunk's gradients to out, scratch by default. Returns out."""
+        out = self._values(chunk)[0] if out is None else out
+        if chunk.in_bucket is not None:
+            return out.copy_(buffer[chunk.in_bucket].view(out.shape))
+        out.zero_()
         for stored, in_bucket in chunk.copies:
             out.view(-1)[stored].add_(buffer[in_bucket])
         return out
 
 
-class Adder(_Operation):
-    """See ops.adder."""
+class _Adding(_Operation):
+    """What the two adders have in common."""
 
     def __init__(
         self,
@@ -318,67 +315,16 @@ class Adder(_Operation):
         *,
         num_payloads: int,
         divisor: float | None = None,
-        in_codes: bool,
         has_own: bool,
         **options: Any,
     ):
         super().__init__(layout, dtype, **options)
-        self._in_codes, self._has_own = in_codes, has_own
+        self._has_own = has_own
         # Values are multiplied by this power of two before they are summed, so that sums can't overflow. It
         # changes no bits.
         self._shrink = 0.5 ** (num_payloads - 1).bit_length()
         self._num_ranks = divisor or num_payloads
         self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean
-
-    def __call__(self, *, received: Tensor, out: Tensor, kept: Tensor, rank: int) -> None:
-        first = rank * self._layout.num_blocks if self._feedback else 0
-        own = kept.view(-1, self._layout.block_size)[first:]
-        (self._average if self._in_codes else self._sum)(received, out, own, rank)
-
-    def _average(self, received: Tensor, mean: Tensor, kept: Tensor, rank: int) -> None:
-        """Quantize the mean. The quantization errors, times the divisor, become the own values."""
-        scales, largest, top = self._scales_of(received)
-        stays = (scales == 0).all(0)
-        if math.isnan(largest):
-            stays |= scales[rank].isnan()
-        is_small = largest <= SMALL_SCALE  # False if a scale is NaN
-        parts = zip(self._chunks, self._coded(mean[None]), self._coded(received), strict=False)
-        for (chunk,), [(codes, scales)], sent in parts:
-            own = kept[chunk.rows]
-            # If no rank has sent a block, as of a layer that all ranks skip, its error stays; also if this
-            # rank's own gradients in it aren't finite.
-            left_out = stays[chunk.rows].nonzero()[:, 0]
-            before = own.index_select(0, left_out)
-            own.index_fill_(0, left_out, 0.0)
-            self._add(sent, rank, top, not is_small, own)
-            quantize(own, codes=codes, scales=scales, bits=self._bits, top=self._top)
-            if self._feedback:
-                own *= self._num_ranks
-                if not is_small:
-                    _saturate(own)
-                own.index_copy_(0, left_out, before)
-        exact = self._exact_of(received)
-        mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
-        mean[self._exact_at] = mean_of_exact.to(self._exact_dtype).view(torch.uint8)
-
-    def _sum(self, received: Tensor, out: Tensor, kept: Tensor, rank: int) -> None:
-        """Write the sum to out. The own values become zero."""
-        _, largest, top = self._scales_of(received)
-        is_large = not (self._has_own or largest <= SMALL_SCALE)
-        for (chunk,), sent in zip(self._chunks, self._coded(received), strict=False):
-            values = kept[chunk.rows] if self._has_own else self._values(chunk, out)
-            self._add(sent, rank, top, is_large, values)
-            self._place(chunk, values, out)
-            if self._has_own:
-                values.zero_()
-        exact = self._exact_of(received)
-        total = exact.new_zeros(self._layout.exact_numel, dtype=self._wide)
-        for row in exact:
-            total.add_(row, alpha=self._shrink)
-        if self._divisor != 1.0:
-            total /= self._divisor
-        for part in self._layout.exact:
-            out[part.in_bucket] = total[part.stored]
 
     def _add(self, sent: Sequence[Coded], rank: int, top: float | None, is_large: bool, out: Tensor) -> None:
         """Make this rank's own values in out, if there are any, the quotient of all ranks' sum.
@@ -403,19 +349,73 @@ class Adder(_Operation):
             out /= self._divisor
 
 
+class AdderInCodes(_Adding):
+    """See ops.adder. The quantization errors of the mean, times the divisor, become the own values."""
+
+    def __call__(self, *, received: Tensor, out: Tensor, kept: Tensor, rank: int) -> None:
+        first = rank * self._layout.num_blocks if self._feedback else 0
+        kept = kept.view(-1, self._layout.block_size)[first:]
+        exact, scales, largest, top = self._others_of(received)
+        stays = (scales == 0).all(0)
+        if math.isnan(largest):
+            stays |= scales[rank].isnan()
+        is_small = largest <= SMALL_SCALE  # False if a scale is NaN
+        parts = zip(self._chunks, self._coded(out[None]), self._coded(received), strict=False)
+        for (chunk,), [(codes, scales)], sent in parts:
+            own = kept[chunk.rows]
+            # If no rank has sent a block, as of a layer that all ranks skip, its error stays; also if this
+            # rank's own gradients in it aren't finite.
+            left_out = stays[chunk.rows].nonzero()[:, 0]
+            before = own.index_select(0, left_out)
+            own.index_fill_(0, left_out, 0.0)
+            self._add(sent, rank, top, not is_small, own)
+            quantize(own, codes=codes, scales=scales, bits=self._bits, top=self._top)
+            if self._feedback:
+                own *= self._num_ranks
+                if not is_small:
+                    _saturate(own)
+                own.index_copy_(0, left_out, before)
+        mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
+        out[self._exact_at] = mean_of_exact.to(self._exact_dtype).view(torch.uint8)
+
+
+class Adder(_Adding):
+    """See ops.adder. The own values become zero."""
+
+    def __call__(self, *, received: Tensor, out: Tensor, kept: Tensor, rank: int) -> None:
+        first = rank * self._layout.num_blocks if self._feedback else 0
+        kept = kept.view(-1, self._layout.block_size)[first:]
+        exact, _, largest, top = self._others_of(received)
+        is_large = not (self._has_own or largest <= SMALL_SCALE)
+        for (chunk,), sent in zip(self._chunks, self._coded(received), strict=False):
+            values, copies = (kept[chunk.rows], chunk.copies) if self._has_own else self._values(chunk, out)
+            self._add(sent, rank, top, is_large, values)
+            for stored, in_bucket in copies:
+                out[in_bucket] = values.view(-1)[stored]
+            if self._has_own:
+                values.zero_()
+        total = exact.new_zeros(self._layout.exact_numel, dtype=self._wide)
+        for row in exact:
+            total.add_(row, alpha=self._shrink)
+        if self._divisor != 1.0:
+            total /= self._divisor
+        for part in self._layout.exact:
+            out[part.in_bucket] = total[part.stored]
+
+
 class Decoder(_Operation):
     """See ops.decoder."""
 
     def __call__(self, *, payload: Tensor, buffer: Tensor) -> None:
-        _, _, top = self._scales_of(payload)
+        exact, _, _, top = self._others_of(payload)
         for chunks, coded in zip(self._chunks, self._coded(payload), strict=False):
             for chunk, (codes, scales) in zip(chunks, coded, strict=True):
-                values = self._values(chunk, buffer)
+                values, copies = self._values(chunk, buffer)
                 dequantize(codes, scales, out=values, bits=self._bits, top=top)
-                self._place(chunk, values, buffer)
-        exact = self._exact_of(payload).view(-1)
+                for stored, in_bucket in copies:
+                    buffer[in_bucket] = values.view(-1)[stored]
         for each in self._layout.exact:
-            buffer[each.in_bucket] = exact[each.stored]
+            buffer[each.in_bucket] = exact.view(-1)[each.stored]
 
 
 def _saturate(values: Tensor, factor: float = 1.0) -> None:

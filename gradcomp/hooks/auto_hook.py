@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.announcement import say
+from gradcomp.comm.announcement import say, shown_bytes
 from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.reduced_values import ReducedValues
 from gradcomp.comm.streams import Future
 from gradcomp.compress import checkpoint
-from gradcomp.compress.announcement import shown_bytes
 from gradcomp.compress.parameter_states import Bucket
 from gradcomp.compress.powersgd import PowerSGDCompressor
 from gradcomp.compress.settings import Settings

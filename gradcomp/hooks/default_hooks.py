@@ -26,7 +26,8 @@ from gradcomp.comm.bucket import (
     require_dense_floats,
     take_wire,
 )
-from gradcomp.comm.pipeline import Pipeline, Stages, average_in_stages
+from gradcomp.comm.exchange import Works
+from gradcomp.comm.pipeline import Pipeline, average_in_stages
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 from gradcomp.comm.streams import Future
 from gradcomp.comm.torch_private import all_reduce_traced
@@ -206,12 +207,12 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
             keep()
             return buffer
 
-        def stages() -> Stages:
+        def stages() -> Works:
             future = start()
             yield future  # type: ignore[misc]  # it is waited for as a collective is
             # gloo's futures know no streams: their work is on the default stream.
             torch.cuda.current_stream(buffer.device).wait_stream(torch.cuda.default_stream(buffer.device))
-            return finish(future)
+            finish(future)
 
         if not has_streams(buffer.device):
             return start().then(finish)

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm.bucket import KeptBuffers, checked_bucket, require_bucket
-from gradcomp.comm.exchange import has_delay
+from gradcomp.comm.exchange import Works, has_delay
 from gradcomp.comm.nodes import AUTO
-from gradcomp.comm.pipeline import Stages, average_in_stages
+from gradcomp.comm.pipeline import average_in_stages
 from gradcomp.comm.process_group import Explaining
 from gradcomp.comm.streams import Future, completed
 from gradcomp.compress.compressor import BucketSpec
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
-from gradcomp.compress.quantized_all_reduce import FlatAllReduce
+from gradcomp.compress.quantized_all_reduce import QuantizedAllReduce
 from gradcomp.compress.state import CompressorState, option
 from gradcomp.layout.blocks import BlockLayout
 from gradcomp.rules import BLOCK_SIZE, described
@@ -173,7 +173,7 @@ def _largest_blocks(numel: int, world_size: int) -> int:
 
 
 # Quantized all-reduces without error feedback, kept from step to step.
-_all_reduces: KeptBuffers[FlatAllReduce] = KeptBuffers()
+_all_reduces: KeptBuffers[QuantizedAllReduce] = KeptBuffers()
 
 
 def _average_in_8_bits(
@@ -200,16 +200,13 @@ def _average_in_8_bits(
     def layout_for(num_shards: int) -> BlockLayout:
         return BlockLayout(spec.shapes, block_size_of(numel, num_shards), num_shards)
 
-    def stages() -> Stages:
+    def stages() -> Works:
         all_reduce = _all_reduces.take(parameters, hook_name, key)
         if all_reduce is None:
-            all_reduce = FlatAllReduce(
-                layout_for, spec.dtype, spec, bits=8, error_feedback=False, uncompressed_dtype=None
-            )
-        yield from all_reduce.reduce(buffer, buffer, group, (), None)
+            all_reduce = QuantizedAllReduce(layout_for, spec.dtype, spec, error_feedback=False)
+        yield from all_reduce.reduce(buffer, buffer, group)
         if parameters:
             _all_reduces.keep(parameters[0], hook_name, key, all_reduce)
-        return buffer
 
     # stages() makes the all-reduce, so that on CUDA its tensors belong to the side stream.
     return average_in_stages(bucket, stages(), Explaining.averaging(bucket.index(), hook_name, group))

@@ -9,8 +9,8 @@ from typing import get_args
 import torch
 
 from gradcomp import command_line
+from gradcomp.comm.announcement import shown_bytes
 from gradcomp.command_line import OneLineParser, not_negative, positive, positive_int, shown_seconds
-from gradcomp.compress.announcement import shown_bytes
 from gradcomp.hooks.named_hooks import NAMES, NamedHook, forms_of
 
 from .collectives import Backend, Network, traffic

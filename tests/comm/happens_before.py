@@ -316,10 +316,15 @@ def _trace_collectives(trace: Trace) -> None:
         trace.enqueue(name, [(tensor, True) for tensor in tensors_in(tensors)], stream)
         return TracedWork(trace, stream, tensors)
 
+    def of_one_rank(tensors: Any) -> list[Any]:
+        """Cut the rows of several ranks to the stub's one."""
+        least = min(each.numel() for each in tensors_in(tensors))
+        return [each[:least] if isinstance(each, torch.Tensor) else each for each in tensors]
+
     def traced_collective(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*tensors: Any, group: Any = None, async_op: bool = False, **named: Any) -> Any:
             with trace.paused():
-                function(*tensors, group=group, **named)
+                function(*of_one_rank(tensors), group=group, **named)
             if async_op:
                 return on_nccls_stream(name, tensors, group or dist.group.WORLD)
             # NCCL then works on the current stream.
@@ -329,7 +334,7 @@ def _trace_collectives(trace: Trace) -> None:
 
     def traced_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def traced(group: Any, *tensors: Any) -> Any:
-            work = method(group, *tensors)
+            work = method(group, *of_one_rank(tensors))
             return work if trace.is_paused else on_nccls_stream(name, tensors, group)
 
         return traced

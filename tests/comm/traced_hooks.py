@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 import gradcomp
-from gradcomp.comm import nodes, pipeline
+from gradcomp.comm import exchange, nodes, pipeline
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.process_group import Explaining, kept_of
 from gradcomp.compress.compressor import BucketSpec
-from gradcomp.compress.quantized_all_reduce import FlatAllReduce, HierarchicalAllReduce
+from gradcomp.compress.quantized_all_reduce import QuantizedAllReduce
 from gradcomp.fsdp.checks import Averager
 from gradcomp.fsdp.reduce_scatter import CompressedReduceScatter
 from gradcomp.fsdp.replicas import AllReduceHook
@@ -188,23 +188,22 @@ def by_local_steps(hook: Callable[..., Any] | None, state: Any) -> None:
 class HookOfCodes:
     """Averages in one exchange of codes or in two, flat or hierarchical, although the stub has one rank."""
 
-    def __init__(self, kind: Any, *, is_one_exchange: bool) -> None:
-        self._kind, self._is_one_exchange = kind, is_one_exchange
+    def __init__(self, ranks_per_node: int, *, is_one_exchange: bool) -> None:
+        self._ranks_per_node, self._is_one_exchange = ranks_per_node, is_one_exchange
         self._of_buckets: dict[int, Any] = {}
         world = dist.group.WORLD
-        kept_of(world)["nodes"] = {1: nodes.Nodes(world, world)}
+        kept_of(world)["nodes"] = {2: nodes.Nodes(world, world)}
 
     def __call__(self, _: object, bucket: GradBucket) -> Any:
-        buffer, index = bucket.buffer(), bucket.index()
-        spec = BucketSpec((), buffer.dtype, buffer.device, 1, 0, 1, has_delay=self._is_one_exchange)
+        buffer, index, size = bucket.buffer(), bucket.index(), self._ranks_per_node
+        spec = BucketSpec((), buffer.dtype, buffer.device, size, 0, size, has_delay=self._is_one_exchange)
 
-        def stages() -> pipeline.Stages:
+        def stages() -> exchange.Works:
             if index not in self._of_buckets:
                 layout_for = partial(BlockLayout, SHAPES[index], 16)
-                options = {"bits": 4, "error_feedback": True, "uncompressed_dtype": None}
-                self._of_buckets[index] = self._kind(layout_for, buffer.dtype, spec, **options)
-            yield from self._of_buckets[index].reduce(buffer, buffer, dist.group.WORLD, (), None)
-            return buffer
+                own = QuantizedAllReduce(layout_for, buffer.dtype, spec, bits=4, error_feedback=True)
+                self._of_buckets[index] = own
+            yield from self._of_buckets[index].reduce(buffer, buffer, dist.group.WORLD)
 
         operation = Explaining.averaging(index, "HookOfCodes", dist.group.WORLD)
         return pipeline.average_in_stages(bucket, stages(), operation)
@@ -305,10 +304,10 @@ def mistakes() -> Iterator[tuple[str, list[str]]]:
 def callers() -> Iterator[tuple[str, list[str]]]:
     """Yield the mistakes of callers besides torch's DDP, of hierarchical hooks, and of hooks within hooks."""
     yield "auto_hook", with_auto_hook()
-    for kind, is_one in product((FlatAllReduce, HierarchicalAllReduce), (False, True)):
-        found = problems(as_ddp, HookOfCodes(kind, is_one_exchange=is_one), None)
-        assert len(on_nccl()) == len(SHAPES) * (2 - is_one if kind is FlatAllReduce else 4 - is_one)
-        yield f"{kind.__name__} in {'one' if is_one else 'two'}", found
+    for ranks_per_node, is_one in product((1, 2), (False, True)):
+        found = problems(as_ddp, HookOfCodes(ranks_per_node, is_one_exchange=is_one), None)
+        assert len(on_nccl()) == len(SHAPES) * (2 * ranks_per_node - is_one)
+        yield f"codes in {'one' if is_one else 'two'}, {ranks_per_node} ranks per node", found
     wrapped = default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)
     yield "a wrapper of PowerSGD", problems(as_ddp, wrapped, state_of_powersgd())
     for train in (in_reducer, in_wrapper, by_average, as_fsdp, by_local_steps):

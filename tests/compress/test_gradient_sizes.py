@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradcomp.comm.bucket import GradBucket
-from gradcomp.compress.gradient_sizes import NUM_STEPS, GradientSizes
+from gradcomp.compress.state import NUM_STEPS, GradientSizes
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.hooks.powersgd_runs import Messages
@@ -42,7 +42,8 @@ def warnings_of(made, scales, *, dtype=torch.float32, shapes=SHAPES, change=None
         if rescales and before is not None:
             state.rescale_errors(scale / before)
         with Messages("gradcomp") as lines:
-            hook(state, GradBucket(0, gradient.to(dtype), parameters, is_last=True)).wait()
+            of_step = parameters[:: 1 if step else -1]  # DDP's first step has other buckets
+            hook(state, GradBucket(0, gradient.to(dtype), of_step, is_last=True)).wait()
         found += [(step, line) for line in lines if line.startswith("WARNING") and "errors keep" in line]
         before = scale
     return found
@@ -70,7 +71,7 @@ def test_a_unit_that_changes_is_told_once(name):
     make, options = CHANGING[name]
     [(step, line)] = warnings_of(make(), tokens(), **options)
     assert NUM_STEPS <= step <= NUM_STEPS + 2
-    assert " 10 times in 40 steps" in line
+    assert " 9 times in 40 steps" in line or " 10 times in 40 steps" in line  # from step 1 or 2 on
     assert "gradcomp.loss_factor" in line
 
 
@@ -137,9 +138,7 @@ def test_two_models_and_undone_spikes_are_no_changing_unit():
 
 def test_cuda_is_not_waited_for():
     """The norms are judged once the copy to the host is complete, in whichever step."""
-
-    answers = [False, False, True]
-    sizes = GradientSizes()
+    answers, sizes = [False, False, True], GradientSizes()
     sizes.norms = torch.tensor(tokens(NUM_STEPS))[:, None].expand(-1, 8)
     assert sizes.num_jumps() == 10
     sizes._copied = SimpleNamespace(query=lambda: answers.pop(0))

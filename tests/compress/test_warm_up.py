@@ -113,8 +113,8 @@ def test_the_quantized_all_reduce_compiles_for_its_options(monkeypatch):
     simulate(train, 2, make_state, quantization_hook, 3)
     # Two buckets on two ranks, in one exchange.
     assert [each[:3] for each in compiled] == [(name, 1, torch.float32) for name in ("encoder", "adder")] * 4
-    options = {"bits": 8, "error_feedback": False, "uncompressed_dtype": None}
-    assert compiled[0][3] == options
+    options = {"bits": 8, "error_feedback": False, "averages_dtype": torch.float32}
+    assert compiled[0][3] == options | {"uncompressed_dtype": None}
     assert compiled[1][3].items() >= {**options, "num_payloads": 2, "has_own": False}.items()
 
 

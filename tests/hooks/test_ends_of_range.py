@@ -61,15 +61,8 @@ def steps_of(rank, group, name, gradients):
         bucket.set_buffer(gradient.clone())
         output = hook(state, bucket).wait().clone()
         kept = state.state.values() if hasattr(state, "state_dict") else []
-        results.append((output, all(_is_finite(each) for each in kept)))
+        results.append((output, all(each.isfinite().all() for entry in kept for each in entry.values())))
     return results
-
-
-def _is_finite(kept):
-    if isinstance(kept, torch.Tensor):
-        return bool(kept.isfinite().all())
-    values = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, list) else ()
-    return all(_is_finite(each) for each in values)
 
 
 def gradients_of(dtype, world_size, kind, num_steps):

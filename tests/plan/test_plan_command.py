@@ -5,8 +5,8 @@ import re
 import pytest
 
 from gradcomp.__main__ import main
+from gradcomp.comm.announcement import shown_bytes
 from gradcomp.command_line import bytes_per_s, shown_seconds
-from gradcomp.compress.announcement import shown_bytes
 from gradcomp.hooks.named_hooks import NAMES
 from tests.programs import ROOT, refusal, run_python
 

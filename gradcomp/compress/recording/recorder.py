@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...comm.consistency import require_all_ranks, require_same_on_all_ranks
-from ...comm.pipeline import Stages
+from ...comm.exchange import Works
 from ...comm.process_group import device_for, resolve_group
 from ...comm.streams import mark
 from ...rules import RANK
@@ -85,41 +85,38 @@ class Recorder:
 
     def recorded(
         self,
-        stages: Stages,
+        stages: Works,
         step: int,
         index: int,
         buffer: torch.Tensor,
         own: Bucket,
         group: dist.ProcessGroup,
-    ) -> Stages:
-        """Run a compressed bucket's stages, and record the bucket. Yields and returns what the stages do.
+    ) -> Works:
+        """Run a compressed bucket's stages, and record the bucket. Yields each collective under way.
 
         buffer: the bucket's buffer: this rank's gradients before the stages, the averages after them.
         own: the bucket's compressor and errors.
         """
         if step % self._every:
-            return (yield from stages)
+            yield from stages
+            return
         sent_bytes = 0 if own.compressor is None else own.compressor.sent_numel * buffer.itemsize
         row = self._row(step, index, buffer, group, sent_bytes)
         shift = step * 8191 + index * 131
         row.values = buffer.new_zeros(3, NUM_VALUES, dtype=torch.float32)
         measure(buffer, shift, out=row.values[0])
         row.marks.append(mark(buffer.device))
-        result = yield from stages
+        yield from stages
         row.marks.append(mark(buffer.device))
         measure(buffer, shift, out=row.values[1])
         error = own.current_error()
         row.has_error = error is not None
         if error is None and own.sent:
-            error = torch.zeros(buffer.numel(), dtype=torch.float32, device=buffer.device)
-            parts = error.split(own.numels)
-            for position, sent in own.sent.items():
-                parts[position].copy_(sent)
+            error = own.added(own.sent)
         if error is not None:
             measure(error, shift, out=row.values[2])
         row.marks.append(mark(buffer.device))
         self._rows.append(row)
-        return result
 
     # --- what users call ---
 
