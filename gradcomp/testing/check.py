@@ -22,9 +22,9 @@ from gradcomp.testing import properties
 from gradcomp.testing.claims import PROBE, PROBED_STEPS, Claims
 from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject
 from gradcomp.testing.ranks import RankError, in_unguarded_script, start_processes
-from gradcomp.testing.run import MakeState, Place, Ranks
+from gradcomp.testing.run import MakeState, Ranks
 from gradcomp.testing.strategies import WORLD_SIZES, Drawn
-from gradcomp.testing.workload import RecordedWorkload, Workload
+from gradcomp.testing.workload import Workload
 
 PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
 PHASES = (Phase.generate, Phase.shrink)
@@ -36,22 +36,17 @@ MOST_SIMPLER = 40  # workloads that are tried to simplify a failing one
 
 @dataclass(frozen=True)
 class Failure:
-    """A property that fails for a hook, the smallest workload found on which it fails, and its message.
-
-    test: a test that fails without this package; "" if there is none.
-    """
+    """A property that fails for a hook, the smallest workload found on which it fails, and its message."""
 
     property: str
     counterexample: Workload
     message: str
-    test: str = ""
 
     def __str__(self) -> str:
         lines = [line for line in self.message.splitlines() if line.strip()]
         if len(lines) > LONGEST_MESSAGE:
             lines = [*lines[:2], "...", *lines[3 - LONGEST_MESSAGE :]]
-        shown = "\n  ".join([f"{self.property} fails for", repr(self.counterexample), *lines])
-        return f"{shown}\n\nThe same without gradcomp.testing:\n\n{self.test}" if self.test else shown
+        return "\n  ".join([f"{self.property} fails for", repr(self.counterexample), *lines])
 
 
 @dataclass(frozen=True)
@@ -202,8 +197,7 @@ def _report(
             if subject.make_state is None and "ProcessGroup' object has no attribute" in message:
                 message += "\nIs the hook's state missing? Without make_state it is the process group."
             message += each.advice(subject, workload)
-            test = _test(subject, each, workload)
-            report.failures.append(replace(search.failure, message=message, test=test))
+            report.failures.append(replace(search.failure, message=message))
     return report
 
 
@@ -286,86 +280,3 @@ def _show(progress: str) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1  # no line may wrap
         print(f"{progress[:width]:<{width}}", end="\r", file=sys.stderr, flush=True)
-
-
-# ---- a test that shows a failure without gradcomp.testing, in real processes on gloo
-
-TEST = """\
-import gradcomp, tempfile, torch, torch.distributed as dist
-{imports}
-
-def check(rank, file, total=0.0):
-    dist.init_process_group("gloo", "file://" + file, rank=rank, world_size={world_size})
-    state = {state}
-    for step in range({num_steps}):
-        gradients = [{draw} for p in map(torch.zeros, {shapes})]
-        gradcomp.average_(gradients, {hook}, state)
-        total += gradients[{index}].flatten()[{element}].item(){chosen}
-    assert rank != {rank} or abs(total - {expected!r}) < {allowed:.2g}, total
-
-def test_{hook}(): torch.multiprocessing.spawn(check, [tempfile.mktemp()], {world_size})"""
-# A parameter's gradient in a step on a rank.
-DRAW = "((torch.arange(p.numel()).double() + 7 * rank) ** 2 + step).cos().view_as(p)"
-
-
-def _test(subject: Subject, failed: Property, workload: Workload) -> str:
-    """Write a test for a failure that gradients show which a test can draw, too; "" if they don't.
-
-    Only for a workload of one bucket and one backward pass, and for a hook and a maker of its state that can
-    be imported by name.
-    """
-    named = [each for each in (subject.hook, subject.make_state) if each is not None]
-    is_importable = all("<" not in getattr(each, "__qualname__", "<") for each in named)
-    is_plain = len(workload.buckets) == 1 and not workload.accumulated
-    if not (failed.copyable and is_importable and is_plain):
-        return ""
-    draw = f"{DRAW}.to({workload.dtype})"
-    drawn = _redrawn(workload, draw)
-    try:
-        failed.measured(subject, drawn)
-    except (PropertyFailure, RankError) as failure:
-        if place := getattr(failure, "place", None):
-            return _copyable_test(named, drawn, draw, place)
-    return ""
-
-
-def _redrawn(workload: Workload, draw: str) -> Workload:
-    """Return the workload with the gradients of an expression of a parameter p, a step and a rank."""
-    like = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in workload.shapes]
-    drawn = [
-        [
-            [eval(draw, {"torch": torch, "p": p, "rank": rank, "step": step}) for p in like]
-            for rank in range(workload.world_size)
-        ]
-        for step in range(max(2, workload.steps))
-    ]
-    recorded = RecordedWorkload.of(drawn, workload.buckets)
-    return replace(recorded, noise=1.0, zero_steps=workload.zero_steps, device=workload.device)
-
-
-def _copyable_test(named: Sequence[Any], workload: Workload, draw: str, place: Place) -> str:
-    """Return the text of a test that fails: the sum of averages at a place isn't the expected one.
-
-    Half of the difference is allowed. named: the hook, and the maker of its state if there is one.
-    """
-    num_steps = place.steps.stop
-    if place.period:
-        draw = draw.replace("step", f"step % {place.period}")
-    elif workload.zero_steps:
-        draw += f" * (step < {workload.steps})"
-    hook, *of_state = (each.__qualname__ for each in named)
-    return TEST.format(
-        imports="\n".join(f"from {each.__module__} import {each.__qualname__}" for each in named),
-        world_size=workload.world_size,
-        state="".join(f"{name}(dist.group.WORLD)" for name in of_state) or "dist.group.WORLD",
-        hook=hook,
-        num_steps=num_steps,
-        draw=draw,
-        shapes=list(workload.shapes),
-        index=place.index,
-        element=place.element,
-        chosen="" if place.steps == range(num_steps) else f" * (step in {place.steps})",
-        rank=place.rank,
-        expected=place.expected,
-        allowed=abs(place.got - place.expected) / 2,
-    )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradcomp.testing.claims import FALSE_ALARM, Claims, Tolerance, lines, unit_roundoff
-from gradcomp.testing.run import Output, Place, Run
+from gradcomp.testing.run import Output, Run
 from gradcomp.testing.workload import Workload
 
 from .subject import (
@@ -45,7 +45,6 @@ ROUNDINGS_OF_A_STEP = 8
     unclaimed=lambda claims: "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else "",
     listed=lambda drawn: drawn.listed("ties", "four", "five", "various", "long", "sixteen", "bf16"),
     measure="error / tolerance ≤",
-    copyable=True,
 )
 def averages(subject: Subject, workload: Workload) -> Iterator[float]:
     """Every output is the float64 mean of the ranks' gradients, within rounding.
@@ -279,7 +278,6 @@ NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 2048, 1 << 22
     workloads=lambda drawn: [drawn.any(max_numel=64, num_tensors=(1, 2), noise=st.sampled_from((0.1, 1.0)))],
     listed=lambda drawn: drawn.listed("probed", "ties", "four", "five", "long", "large", "sixteen", "bf16"),
     fraction=0.3,
-    copyable=True,
     measure="t ≤",
 )
 def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
@@ -330,12 +328,10 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
         worst = int(draws.mean(0).abs().argmax())
         position, element = place_in(map(torch.numel, means), worst)
         turn, index = divmod(position, len(workload.shapes))
-        expected, got = (float(each[worst]) * num_steps / 2 for each in (mean, average))
         where = f"the {('first', 'second')[turn]} one, {workload.where(index)}, element {element}"
         raise PropertyFailure(
             f"over {num_steps} steps with two gradients in turn, {where}: expected "
             f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
-            f"{t:.3g}, allowed {limit:.3g}",
-            Place(0, steps[turn::2], index, element, expected, got, period=2),
+            f"{t:.3g}, allowed {limit:.3g}"
         )
     yield t

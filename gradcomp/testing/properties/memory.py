@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Place, Run
+from gradcomp.testing.run import Run
 from gradcomp.testing.workload import Workload
 
-from .accuracy import BucketSteps, place_in
+from .accuracy import BucketSteps
 from .subject import (
     PropertyFailure,
     Subject,
@@ -58,7 +58,6 @@ STUCK = 1 / 16
     ),
     fraction=0.5,
     measure="still held at the end ≤",
-    copyable=True,
 )
 def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]:
     """Each element that is held back is output in later steps with zero gradients.
@@ -91,15 +90,11 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
             if stuck.any():
                 worst = int(torch.where(stuck, held.abs(), 0).argmax())
                 expected, got = (float(each[:, worst].sum()) for each in (bucket.means, bucket.outputs))
-                position, element = place_in(map(workload.numel, bucket.indices), worst)
-                steps = range(claims.start, workload.num_steps)
-                place = Place(bucket.rank, steps, bucket.indices[position], element, expected, got)
                 raise PropertyFailure(
                     f"step {workload.num_steps - 1}, {bucket.name}, element {worst} of the bucket: expected "
                     f"Σ outputs = Σ mean gradients = {expected:.6g}, off by at most {rounding:.3g}; got "
                     f"{got:.6g}, and in the last {last} steps, with zero gradients, only "
-                    f"{float(out[worst]):.3g} came out; {int(stuck.sum())} of {numel} elements are stuck",
-                    place,
+                    f"{float(out[worst]):.3g} came out; {int(stuck.sum())} of {numel} elements are stuck"
                 )
         norms, rounding = bucket.held.norm(dim=1).tolist(), rounding * math.sqrt(numel)
         before, after = norms[-1 - workload.zero_steps], norms[-1]

@@ -57,7 +57,7 @@ def completes(subject: Subject, workload: Workload) -> None:
             raise PropertyFailure(f"schedule {schedule}: {error}") from error
 
 
-@property_of(listed=lambda drawn: drawn.listed("four", "five", "long"), copyable=True)
+@property_of(listed=lambda drawn: drawn.listed("four", "five", "long"))
 def replicas_identical(subject: Subject, workload: Workload) -> None:
     """Every rank has rank 0's outputs, element by element; otherwise the model's replicas diverge."""
     run = subject.run(workload)

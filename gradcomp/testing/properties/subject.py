@@ -17,7 +17,7 @@ from gradcomp.comm.bucket import Hook
 from gradcomp.testing.claims import AVERAGES_WITHIN, Claims, claims_of
 from gradcomp.testing.ranks import RankError, in_unguarded_script, run_ranks
 from gradcomp.testing.ranks.processes import GUARD
-from gradcomp.testing.run import MakeState, Output, Place, Ranks, Run, run_hook
+from gradcomp.testing.run import MakeState, Output, Ranks, Run, run_hook
 from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
@@ -150,7 +150,6 @@ class Property:
     declined: how a hook declines the claim, as text or declined(subject, workload).
     measure, worst(values): the name of the measured value, and the worst one.
     explains: the exceptions that other properties raise if this one fails.
-    copyable: whether the sum of an element's averages in a plain run shows the failure.
     """
 
     check: Check
@@ -163,7 +162,6 @@ class Property:
     measure: str = ""
     worst: Callable[[list[float]], float] = max
     explains: tuple[type[AssertionError], ...] = ()
-    copyable: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.check.__doc__)
@@ -221,11 +219,7 @@ def property_of(claim: str = "", **search: Any) -> Callable[[Check], Property]:
 
 
 class PropertyFailure(AssertionError):  # noqa: N818
-    """The hook claims a property that fails on this workload. place: an element that shows it, if any."""
-
-    def __init__(self, message: str, place: Place | None = None) -> None:
-        super().__init__(message)
-        self.place = place
+    """The hook claims a property that fails on this workload."""
 
 
 class NonFiniteFailure(PropertyFailure):
@@ -251,7 +245,6 @@ def require_same(where: Output, expected: Tensor, got: Tensor, whose: str) -> No
         raise PropertyFailure(
             f"{where}, element {i}: expected {expected.flatten()[i].item()!r} ({whose}), got "
             f"{got.flatten()[i].item()!r}; {int((~same).sum())} of {got.numel()} elements differ",
-            where.place(i, expected, got),
         )
 
 
@@ -272,7 +265,6 @@ def require_close(where: Output, expected: Tensor, got: Tensor, allowed: Tensor,
         raise PropertyFailure(
             f"{where}, element {worst}: expected {expected.flatten()[worst].item():.9g} ({whose}), "
             f"got {got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}",
-            where.place(worst, expected, got),
         )
     return float(ratio[worst])
 
