@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.command_line import aligned
-from gradcomp.testing.claims import declared
+from gradcomp.testing.claims import Claims, declared
+from gradcomp.testing.properties.accuracy import BucketSteps
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import MakeState, run_hook
 from gradcomp.testing.strategies import SPECTRA
@@ -128,15 +129,12 @@ def _outcomes(hook: Hook, make_state: MakeState, workload: Workload) -> Iterator
     for indices in workload.buckets:
         of_bucket = [[[tensors[index] for index in indices] for tensors in step] for step in gradients]
         run = run_hook(hook, started, RecordedWorkload.of(of_bucket))
-        means, averages = (
-            torch.stack([torch.cat([tensor.double().flatten() for tensor in tensors]) for tensors in by_step])
-            for by_step in (map(run.workload.mean, steps), (by_rank[0] for by_rank in run.outputs))
-        )
+        on_rank_0 = next(BucketSteps.each(Claims(), run))
+        means = on_rank_0.means
         keeps_errors = max(run.state_numels[-1]) >= means.shape[1]
         keeps_errors = declared(hook, state)[0].get("error_feedback", keeps_errors)
-        missing = means - averages
-        held = missing.cumsum(0) - missing if keeps_errors else torch.zeros_like(missing)
-        yield _Outcome(means, means + held, averages, max(run.wire_bytes[-1]), keeps_errors)
+        given = means + on_rank_0.held[:-1] if keeps_errors else means
+        yield _Outcome(means, given, on_rank_0.outputs, max(run.wire_bytes[-1]), keeps_errors)
 
 
 def _measures(outcomes: Sequence[_Outcome]) -> dict[str, float]:

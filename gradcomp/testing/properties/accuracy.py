@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import NormalDist
@@ -223,7 +223,6 @@ class BucketSteps:
     """The means, outputs and held-back errors of a bucket on a rank, from the first compressed step on.
 
     name: rank, bucket and tensors, for messages.
-    indices: the bucket's tensors.
     means, outputs: [step, element], the ranks' mean gradients, and the hook's averages on this rank.
     held: [steps + 1, element]; held[i] is Σ means − Σ outputs before step i: the mean of the ranks' errors.
     rounding: [steps + 1], the rounding error allowed at an element of held. Every step adds 8 u times the
@@ -231,8 +230,6 @@ class BucketSteps:
     """
 
     name: str
-    rank: int
-    indices: tuple[int, ...]
     means: Tensor
     outputs: Tensor
     held: Tensor
@@ -259,14 +256,7 @@ class BucketSteps:
                 ]
                 rounding = [0.0, *accumulate(lost)]
                 name = f"rank {rank}, bucket {bucket} with tensors {list(indices)}"
-                yield cls(name, rank, indices, means, outputs, held, rounding)
-
-
-def place_in(numels: Iterable[int], element: int) -> tuple[int, int]:
-    """Return which of the joined tensors holds an element, and the element's place in it."""
-    starts = [0, *accumulate(numels)]
-    position = bisect(starts, element) - 1
-    return position, element - starts[position]
+                yield cls(name, means, outputs, held, rounding)
 
 
 # The most compressed steps that `unbiased` runs, its calls of the hook, and elements of these steps.
@@ -326,9 +316,11 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     if t > limit:
         average = mean + draws.mean(0) * unit
         worst = int(draws.mean(0).abs().argmax())
-        position, element = place_in(map(torch.numel, means), worst)
+        starts = [0, *accumulate(map(torch.numel, means))]
+        position = bisect(starts, worst) - 1
         turn, index = divmod(position, len(workload.shapes))
-        where = f"the {('first', 'second')[turn]} one, {workload.where(index)}, element {element}"
+        element = f"{workload.where(index)}, element {worst - starts[position]}"
+        where = f"the {('first', 'second')[turn]} one, {element}"
         raise PropertyFailure(
             f"over {num_steps} steps with two gradients in turn, {where}: expected "
             f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
