@@ -192,8 +192,9 @@ def _report(
         known += each.explains if search.first is not None else ()
         if search.failure is not None:
             workload, message = search.failure.counterexample, search.failure.message
-            if factor := subject.multiple_of_mean(workload):
-                message += f"; the output is {factor} × the mean"
+            factor, off = subject.multiple_of_mean(workload)
+            if abs(factor - 1) > max(0.005, 10 * off * abs(factor)):
+                message += f"; the output is {factor:.3g} × the mean"
             if subject.make_state is None and "ProcessGroup' object has no attribute" in message:
                 message += "\nIs the hook's state missing? Without make_state it is the process group."
             message += each.advice(subject, workload)

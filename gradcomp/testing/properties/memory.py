@@ -30,12 +30,8 @@ SMALL_TENSORS = 4096
 def _declined(subject: Subject, workload: Workload) -> str:
     """Return how to decline error_feedback: also by tracks, if the hook tracks a multiple of the mean."""
     text = "error_feedback=False"
-    try:
-        few = [replace(workload, shapes=(shape,), buckets=(), noise=1.0) for shape in ((8, 9), (7,))]
-        factor, left = max(fitted(*sums(*steady_run(subject, each))) for each in few)
-    except (PropertyFailure, RankError):
-        return text
-    if left <= TRACKED_WITH_MOMENTUM_WITHIN * factor:
+    factor, off = subject.multiple_of_mean(workload)
+    if off <= TRACKED_WITH_MOMENTUM_WITHIN:
         text += f" or tracks={factor:.2g} (EF21, momentum, errors that decay)"
     return text + ". Are errors kept by bucket index? DDP rearranges its buckets once" * workload.rearranged
 
