@@ -94,6 +94,8 @@ class Claims:
         whose sums differ from the gradients' sums: EF21 and a decaying error (1), momentum (more than 1).
     density: the mean fraction of a bucket's elements that a rank sends in a step. The others wait.
     unbiased: the expectation of the output is the mean.
+    variance: ω of an unbiased hook: E‖C(x) − x‖² ≤ ω ‖x‖², C(x) being the average, x the mean, and ‖x‖² the
+        ranks' mean. By default four times the probe's.
     keeps_zeros: elements that have been 0 on every rank in every step so far are exactly 0 in the average.
         "elements": all such elements. "lines": only rows and columns of them, as in a product of two factors.
         Plain steps and tensors of exact shapes keep every element.
@@ -118,6 +120,7 @@ class Claims:
     tracks: float | None = None
     density: float = 1.0
     unbiased: bool = False
+    variance: float | None = None
     keeps_zeros: Zeros = None
     scale_equivariant: bool = False
     rank_symmetric: bool = False
@@ -185,6 +188,8 @@ PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, ma
 LONGEST_START = 16
 # A hook of 8 bits counts as one that averages if ‖output − mean‖ / ‖mean‖ is at most this.
 AVERAGES_WITHIN = 0.05
+# The noise of one rank may be twice that of the average over the probe's two; twice this for chance.
+VARIANCE_OF_ONE = 4.0
 _TORCHS_ERRORS: ErrorsOf = attrgetter("error_dict")
 
 
@@ -374,6 +379,7 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
         feedback_precision=wrapped if keeps_errors else torch.float64,
         density=_density(run, start),
         unbiased=not (averages or keeps_errors),
+        variance=VARIANCE_OF_ONE * _variance(run, start),
         keeps_zeros=_kept_zeros(run, start),
         scale_equivariant=True,
         rank_symmetric=averages or keeps_errors,  # without errors, ranks may draw different random numbers
@@ -391,6 +397,14 @@ def _fits(run: Run, step: int, tolerance: Tolerance) -> bool:
     if tolerance.of == "bucket" and lost > AVERAGES_WITHIN * size:
         return False
     return all(bool((each.abs() <= limit).all()) for each, limit in zip(off, allowed, strict=True))
+
+
+def _variance(run: Run, start: int) -> float:
+    """Return Σ ‖output − mean‖² / Σ ‖gradient‖² over all ranks."""
+    workload = run.workload
+    lost = sum(float((each.average - each.mean).square().sum()) for each in run.each_output(start))
+    given = (t for step in range(start, workload.steps) for t in workload.stacked(step))
+    return lost / sum(float(tensor.square().sum()) for tensor in given)
 
 
 def _density(run: Run, start: int) -> float:

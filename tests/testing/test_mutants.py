@@ -201,6 +201,8 @@ PLANTED_IN_AVERAGES = [
     (wrong_averages.OnePercentTooLarge, "averages"),
     (wrong_averages.RescaledTooLittle, "unbiased"),
     (wrong_averages.RescaledIn20Steps, "unbiased"),
+    (wrong_averages.OneCoin, "variance"),
+    (wrong_averages.MasksUsedTwice, "variance"),
     (wrong_averages.NoLevelAtZero, "zero_stays_zero"),
     (wrong_averages.Dithered, "zero_stays_zero"),
 ]

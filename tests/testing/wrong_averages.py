@@ -133,6 +133,21 @@ class RescaledIn20Steps(UnbiasedRandomK):
         return numel / k if self.step < 20 else 1.0
 
 
+# In noise.
+
+
+class OneCoin(UnbiasedRandomK):
+    """All elements are sent, times 2, or none."""
+
+    def exchange(self, flat, sent, scale):
+        super().exchange(flat, range(len(flat)), 2.0 * bool(sent[0] % 2))
+
+
+class MasksUsedTwice(UnbiasedRandomK):
+    def seed(self, tensor):
+        return self.step // 2 * 10_000 + tensor
+
+
 # In zeros.
 
 

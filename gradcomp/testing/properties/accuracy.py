@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp.testing.claims import FALSE_ALARM, Claims, Tolerance, lines, unit_roundoff
+from gradcomp.testing.claims import FALSE_ALARM, PROBE, Claims, Tolerance, lines, unit_roundoff
 from gradcomp.testing.run import Output, Run
 from gradcomp.testing.workload import Workload
 
@@ -280,27 +280,19 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
 
         t = mean(⟨output − mean, d⟩) / (their standard deviation / √n)
 
-    The property fails if t is above a quantile of Student's distribution of n − 1 degrees of freedom
-    (Abramowitz and Stegun 26.7.5): an unbiased hook with a probability of about 1e-6. A bias within rounding
-    is allowed.
+    The property fails if t is above a quantile of Student's distribution of n − 1 degrees of freedom: an
+    unbiased hook with a probability of about 1e-6. A bias within rounding is allowed.
 
     Yields t.
     """
     claims = subject.claims
-    numel = workload.numel(*range(len(workload.shapes)))
-    calls_of_a_step = workload.world_size * len(workload.buckets)
-    num_steps = max(8, min(NUM_STEPS, NUM_CALLS // calls_of_a_step, NUM_ELEMENTS // numel) // 4 * 4)
-    workload = replace(workload, drift=1.0, period=2, steps=claims.start + num_steps, zero_steps=0)
-    run = subject.finite_run(workload)
-    steps = range(claims.start, workload.steps)
-    means = [tensor for step in steps[:2] for tensor in workload.mean(step)]
-    mean = flat(means)
+    workload, means, outputs = _in_turn(subject, workload)
+    num_pairs, mean = len(outputs), flat(means)
     # Tensors may differ by orders of magnitude: each is divided by its own rms.
     unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in means])
-    outputs = torch.stack([flat(run.outputs[step][0]) for step in steps])
-    draws = (outputs.view(num_steps // 2, -1) - mean) / unit
+    draws = (outputs - mean) / unit
     generator = torch.Generator().manual_seed(0)
-    shuffled = torch.randperm(len(draws), generator=generator, dtype=torch.int64, device="cpu")
+    shuffled = torch.randperm(num_pairs, generator=generator, dtype=torch.int64, device="cpu")
     first, second = draws[shuffled].chunk(2)
     direction = first.mean(0)
     sums = second @ (direction / direction.norm().clamp(min=1e-300))
@@ -311,8 +303,7 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
         yield 0.0
         return
     t = bias / max(float(sums.std()) / math.sqrt(n), 1e-300)
-    z = NormalDist().inv_cdf(1 - FALSE_ALARM)
-    limit = z + (z**3 + z) / (4 * (n - 1))
+    limit = _most_by_chance(n)
     if t > limit:
         average = mean + draws.mean(0) * unit
         worst = int(draws.mean(0).abs().argmax())
@@ -322,8 +313,86 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
         element = f"{workload.where(index)}, element {worst - starts[position]}"
         where = f"the {('first', 'second')[turn]} one, {element}"
         raise PropertyFailure(
-            f"over {num_steps} steps with two gradients in turn, {where}: expected "
+            f"over {2 * num_pairs} steps with two gradients in turn, {where}: expected "
             f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
             f"{t:.3g}, allowed {limit:.3g}"
         )
     yield t
+
+
+def _in_turn(subject: Subject, workload: Workload) -> tuple[Workload, list[Tensor], Tensor]:
+    """Run the hook on two gradients in turn.
+
+    Returns the workload, the two gradients' means, tensor by tensor, and rank 0's outputs of each pair of
+    compressed steps: [pairs, elements of both gradients] in float64.
+    """
+    start, numel = subject.claims.start, workload.numel(*range(len(workload.shapes)))
+    calls_of_a_step = workload.world_size * len(workload.buckets)
+    num_steps = max(8, min(NUM_STEPS, NUM_CALLS // calls_of_a_step, NUM_ELEMENTS // numel) // 4 * 4)
+    workload = replace(workload, drift=1.0, period=2, steps=start + num_steps, zero_steps=0)
+    run = subject.finite_run(workload)
+    means = [tensor for step in (start, start + 1) for tensor in workload.mean(step)]
+    outputs = torch.stack([flat(by_rank[0]) for by_rank in run.outputs[start:]])
+    return workload, means, outputs.view(num_steps // 2, -1)
+
+
+def _most_by_chance(num_draws: int) -> float:
+    """Return Student's quantile at 1 − FALSE_ALARM, by Abramowitz and Stegun 26.7.5."""
+    z = NormalDist().inv_cdf(1 - FALSE_ALARM)
+    return z + (z**3 + z) / (4 * (num_draws - 1))
+
+
+# The most of the noise that may be common to all elements, or to a step and the next one; and the number of
+# elements from which this is checked: noise of few elements has few directions.
+SHARED_NOISE, LEAST_ELEMENTS = 0.5, 64
+
+
+@property_of(
+    "variance",
+    unclaimed=lambda claims: "" if claims.unbiased else "unbiased is False",
+    workloads=lambda drawn: [],
+    listed=lambda drawn: [
+        *drawn.listed("probed", masked=PROBE.masked, noise=0.1),  # ω may depend on the gradients
+        *drawn.listed("probed", masked=PROBE.masked, world=2),
+    ],
+    measure="ω ≤",
+)
+def variance(subject: Subject, workload: Workload) -> Iterator[float]:
+    """E‖C(x) − x‖² ≤ ω ‖x‖², and random numbers are not used again for other elements, or in the next step.
+
+    ω is claims.variance (Alistarh et al., QSGD, NeurIPS 2017, lemma 3.1). C(x) is the output, x the mean, and
+    ‖x‖² the ranks' mean. Steps are those of `unbiased`; the mean over them may be above ω by chance with a
+    probability of about 1e-6.
+
+    Noise that all elements share, as of one coin for a whole tensor, has the variance of independent noise,
+    but moves all weights together: at most half of Σ‖noise‖² may be in one direction. And the noise of
+    an element in one step may have a correlation of at most a half, on average over the elements, with its
+    noise in the next step, which `unbiased` takes for independent. Both are checked from 64 elements on.
+
+    Yields ω.
+    """
+    claimed = subject.claims.variance
+    assert claimed is not None
+    workload, means, outputs = _in_turn(subject, workload)
+    start, num_pairs = subject.claims.start, len(outputs)
+    size = sum(t.square().sum() for i in (0, 1) for t in workload.stacked(start + i)) / workload.world_size
+    found = (outputs - flat(means)).square().sum(1) / float(size)
+    by_chance = _most_by_chance(num_pairs) * float(found.std()) / math.sqrt(num_pairs)
+    over = f"over {2 * num_pairs} steps with two gradients in turn"
+    if found.mean() > claimed + by_chance:
+        raise PropertyFailure(f"got ω = {found.mean():.3g} {over}; chance explains {by_chance:.2g} more")
+    noise = (outputs - outputs.mean(0)).chunk(2, dim=1)
+    rounding = subject.claims.unit_roundoff(workload.dtype)
+    if noise[0].shape[1] >= LEAST_ELEMENTS and found.mean() > rounding:
+        in_one_direction = max(
+            float(torch.linalg.matrix_norm(each, 2) ** 2 / each.square().sum()) for each in noise
+        )
+        norms = noise[0].norm(dim=0) * noise[1].norm(dim=0)
+        repeated = float(((noise[0] * noise[1]).sum(0).abs() / norms.clamp(min=1e-300)).mean())
+        for share, whose in ((in_one_direction, "all elements"), (repeated, "a step and the next one")):
+            if share > SHARED_NOISE:
+                raise PropertyFailure(
+                    f"{over}: {whose} share {share:.0%} of the noise, at most {SHARED_NOISE:.0%} expected: "
+                    "each element needs random numbers of its own in every step"
+                )
+    yield float(found.mean())

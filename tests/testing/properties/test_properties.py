@@ -17,6 +17,7 @@ from tests.testing.averaging import done
 FP32 = Tolerance.rounding(torch.float32)
 AVERAGES = Claims(FP32, torch.float32, scale_equivariant=True, rank_symmetric=True, bucket_insensitive=True)
 LOSSY = Claims(None, torch.float32, contraction=0.0, scale_equivariant=True, rank_symmetric=True)
+UNBIASED = replace(LOSSY, unbiased=True)
 WORKLOAD = Workload(((6, 5), (3,), (8, 8)), ((2, 1), (0,)), steps=3, noise=1.0, drift=0.5, seed=3)
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -141,8 +142,16 @@ FAILURES = [
     ),
     ("exact_up_to_rank", after(last_row_missing), replace(LOSSY, exact_rank=2), r"of rank ≤ 2, of norm"),
     (
-        *("unbiased", local(torch.trunc), replace(LOSSY, unbiased=True)),
+        *("unbiased", local(torch.trunc), UNBIASED),
         r"over 512 steps with two gradients in turn, the (first|second) one, tensor \d .* allowed 4.9",
+    ),
+    (
+        *("variance", local(lambda b: b * 2 * (torch.rand(b.shape) < 0.5)), replace(UNBIASED, variance=0.1)),
+        r"claimed variance 0.1; got ω = 0.[45]\d* over 512 steps .*; chance explains 0.\d+ more",
+    ),
+    (
+        *("variance", local(lambda b: b * 2 * (torch.rand(()) < 0.5)), replace(UNBIASED, variance=1.0)),
+        r"over 512 steps .*: all elements share \d+% of the noise, at most 50% expected",
     ),
     (
         *("averages", after(lambda m, b: m * 1.01), IN_BF16),
@@ -206,12 +215,11 @@ def test_unbiased_hooks_are_not_failed_and_small_biases_are_found():
     def rounded(state, bucket, bias=0.0):
         return done(mean((bucket.buffer() * 2 + torch.rand(bucket.buffer().shape) + bias).floor() / 2, state))
 
-    claims = replace(LOSSY, unbiased=True)
     for seed in range(everyday(3, 8)):
         workload = Workload(((4, 4),), noise=1.0, seed=seed)
-        assert abs(properties.unbiased(rounded, None, workload, claims=claims)) < 4
+        assert abs(properties.unbiased(rounded, None, workload, claims=UNBIASED)) < 4
     with pytest.raises(PropertyFailure, match="t = "):
-        properties.unbiased(partial(rounded, bias=0.1), None, workload, claims=claims)
+        properties.unbiased(partial(rounded, bias=0.1), None, workload, claims=UNBIASED)
 
 
 @settings(max_examples=everyday(5, 100), derandomize=True, database=None)
