@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from textwrap import shorten
@@ -20,7 +22,7 @@ from hypothesis.strategies import SearchStrategy
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import properties
 from gradcomp.testing.claims import PROBE, PROBED_STEPS, Claims
-from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject
+from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject, TooSlow
 from gradcomp.testing.ranks import RankError, in_unguarded_script, start_processes
 from gradcomp.testing.run import MakeState, Ranks
 from gradcomp.testing.strategies import WORLD_SIZES, Drawn
@@ -32,6 +34,8 @@ REPEATED: Any = {"derandomize": True, "database": None, "deadline": None, "verbo
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 LONGEST_MESSAGE = 14  # lines; a longer one holds a traceback: its middle lines are left out
 MOST_SIMPLER = 40  # workloads that are tried to simplify a failing one
+MOST_PRINTED = 5  # lines of a hook's own
+LONGEST_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ def check_hook(
     device: str = "cpu",
     only: Sequence[str] = (),
     processes: bool = True,
+    fail_fast: bool = False,
 ) -> Report:
     """Check a communication hook: search for workloads on which it fails a property that applies to it.
 
@@ -125,12 +130,14 @@ def check_hook(
     only: the names of the properties to check; empty for all.
     processes: check `same_in_processes`, for which hook and make_state must be importable by name, and a
         script guarded by `if __name__ == "__main__":`.
+    fail_fast: end at the first property that fails; the others are not checked.
 
     The same call draws the same workloads. A counterexample is the smallest that Hypothesis finds. Properties
     pass over workloads on which `completes` or `finite_in_finite_out` fails. A line on standard error shows
-    the progress, if that is a terminal.
+    the progress, if that is a terminal; what the hook prints is shown with a failure. What would take longer
+    than three minutes (for more than 25 examples, so many times as long) is not checked.
 
-    Raises TypeError if make_state can't be called, ValueError for an unknown name in `only`.
+    Raises TypeError if make_state can't be called; ValueError for an unknown name in `only`, or as claims_of.
     """
     if make_state is not None and not callable(make_state):
         expected = "make_state is a function of the process group that returns a new state"
@@ -139,10 +146,12 @@ def check_hook(
     if unknown := set(only) - set(known):
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
     searched = [each for each in PROPERTIES if not only or each.name in only]
-    subject = Subject(hook, make_state, claims, ranks, device)
+    deadline = time.monotonic() + LONGEST_S * max(1.0, max_examples / 25)
+    subject = Subject(hook, make_state, claims, ranks, device, deadline)
     world_sizes = WORLD_SIZES if world_size is None else (world_size,)
     limits = (world_sizes, dtypes or (torch.float32, torch.float64), device)
-    try:
+    with redirect_stdout(io.StringIO()), ExitStack() as at_end:
+        at_end.callback(_show, "")
         if processes and properties.same_in_processes in searched and not in_unguarded_script():
             start_processes(2)  # they start while this process works
         _show(f"{subject.name}: inferring its claims")
@@ -159,17 +168,23 @@ def check_hook(
             not_checked = Verdict("not checked", note="the hook does not complete")
             verdicts = dict.fromkeys(known, not_checked) | report.verdicts
             return replace(report, claims=None, verdicts=verdicts)
-        return _report(subject, searched, drawn, max_examples, processes)
-    finally:
-        _show("")
+        return _report(subject, searched, drawn, max_examples, processes, fail_fast)
 
 
 def _report(
-    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, processes: bool = True
+    subject: Subject,
+    searched: Sequence[Property],
+    drawn: Drawn,
+    max_examples: int,
+    processes: bool = True,
+    fail_fast: bool = False,
 ) -> Report:
     report = Report(subject.name, subject.claims)
     known: list[type[AssertionError]] = []
     for position, each in enumerate(searched, 1):
+        if fail_fast and report.failures:
+            report.verdicts[each.name] = Verdict("not checked", note="a property before it fails")
+            continue
         if reason := each.reason(subject):
             report.verdicts[each.name] = Verdict("not claimed", note=reason)
             continue
@@ -198,6 +213,8 @@ def _report(
             if subject.make_state is None and "ProcessGroup' object has no attribute" in message:
                 message += "\nIs the hook's state missing? Without make_state it is the process group."
             message += each.advice(subject, workload)
+            if search.printed:
+                message = "\n".join([message, "The hook printed, at the end:", *search.printed])
             report.failures.append(replace(search.failure, message=message))
     return report
 
@@ -209,6 +226,8 @@ class _Search:
     what: the search in words, to show the progress.
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
     failure, first: the last failure, and the first one.
+    printed: the last lines that the hook printed when it failed again.
+    too_slow: the reason why the time is over; "" if it isn't.
     """
 
     searched: Property
@@ -221,6 +240,8 @@ class _Search:
     num_examples: int = 0
     num_passed_over: int = 0
     first: Failure | None = None
+    printed: Sequence[str] = ()
+    too_slow: str = ""
 
     def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
         """Try drawn workloads. If one fails, find the smallest that does."""
@@ -242,7 +263,10 @@ class _Search:
     def confirm(self) -> None:
         """Drop a failure if neither it nor the first one comes again: a busy machine accuses nobody."""
         found, self.failure = [each for each in (self.failure, self.first) if each is not None], None
-        any(self.fails(each.counterexample) for each in found)
+        self.subject = replace(self.subject, given=self.subject.claims)  # it has kept no run
+        with redirect_stdout(io.StringIO()) as printed:
+            any(self.fails(each.counterexample) for each in found)
+        self.printed = printed.getvalue().splitlines()[-MOST_PRINTED:]
 
     def fails(self, workload: Workload) -> bool:
         self.num_tried += 1
@@ -251,6 +275,9 @@ class _Search:
             measured = self.searched.measured(self.subject, workload)
         except self.known:
             self.num_passed_over += 1
+            return False
+        except TooSlow as error:
+            self.too_slow = str(error)
             return False
         except (PropertyFailure, RankError) as error:
             self.failure = Failure(self.searched.name, workload, str(error))
@@ -265,6 +292,8 @@ class _Search:
         if self.failure is not None:
             message = self.failure.message.removeprefix(f"{self.searched.name}: ")
             return Verdict("fails", note=shorten(message.splitlines()[0], 90, placeholder="…"))
+        if self.too_slow:
+            return Verdict("not checked", None, self.num_examples, self.too_slow)
         if self.first is not None:
             note = f"not every time: {self.first.message.splitlines()[0]}"
             return Verdict("not checked", note=shorten(note, 160, placeholder="…"))

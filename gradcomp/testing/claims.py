@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -18,7 +19,7 @@ from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.hooks.auto_hook import AutoOptions
 from gradcomp.hooks.named_hooks import NamedHook
-from gradcomp.testing.ranks import run_ranks
+from gradcomp.testing.ranks import RankError, run_ranks
 from gradcomp.testing.run import CheckpointError, ErrorsOf, MakeState, Ranks, Run, reload, run_hook
 from gradcomp.testing.workload import Shape, Workload
 
@@ -213,8 +214,22 @@ def claims_of(
     gradients' scale: signs are no average.
 
     Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
-    Raises ValueError if a state starts to compress after more than 16 steps, RankError if the hook fails.
+    Raises ValueError if a state starts to compress after more than 16 steps, or if the hook fails on CPU
+    tensors and speaks of CUDA; RankError if it fails for another reason.
     """
+    try:
+        return _claims_of(hook, make_state, device, ranks)
+    except RankError as error:
+        last = [line for line in str(error).splitlines()[-4:] if not line.strip().startswith("File ")]
+        if device == "cpu" and re.search("cuda|nvidia|cpu tensor", "\n".join(last), re.IGNORECASE):
+            raise ValueError(
+                f"the hook fails on CPU tensors: {last[-1]}. If it needs a GPU's, use a machine with one, "
+                'and device="cuda"'
+            ) from error
+        raise
+
+
+def _claims_of(hook: Hook, make_state: MakeState, device: str, ranks: Ranks) -> Claims:
     state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
     name = "start_powerSGD_iter" if hasattr(state, "start_powerSGD_iter") else "start_iter"
     start: int | None = getattr(state, name, None)

@@ -98,6 +98,11 @@ class Workload:
         return self.steps + self.zero_steps
 
     @property
+    def calls_per_step(self) -> int:
+        """The number of calls of a hook in a step, on all ranks together."""
+        return len(self.buckets) * self.world_size * self.groups
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of one rank's gradients in one step."""
         return sum(map(math.prod, self.shapes)) * self.dtype.itemsize

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.testing import PropertyFailure, Workload, check_hook, claims_of, properties
 from tests.depth import everyday
-from tests.testing.averaging import done
+from tests.testing.averaging import done, scaled_mean
 
 PROPERTIES = set(properties.__all__)
 
@@ -108,6 +109,42 @@ def test_torchs_defects_are_found_by_search():
         PropertyFailure, match=r"(?s)completes fails for\n  Workload\(.*dataclasses.replace\(claims_of"
     ):
         report.raise_if_failed()
+
+
+def test_a_failure_shows_what_the_hook_printed_and_may_end_the_check(capsys):
+    def doubled(group, bucket):
+        print(f"bucket {bucket.index()}")
+        return scaled_mean(2.0)(group, bucket)
+
+    report = check_hook(doubled, max_examples=2, processes=False, fail_fast=True)
+    (failure,) = report.failures
+    assert failure.message.count("The hook printed, at the end:\nbucket 0\nbucket 0") == 1
+    assert report.verdicts["scale_equivariant"].note == "a property before it fails"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_slow_hook_is_not_checked(monkeypatch):
+    clock = [0.0]
+    for module in ("check", "properties.subject"):
+        time = SimpleNamespace(monotonic=lambda: clock[0])
+        monkeypatch.setattr(f"gradcomp.testing.{module}.time", time)
+
+    def slow(group, bucket):
+        clock[0] += 1.0
+        return default_hooks.allreduce_hook(group, bucket)
+
+    report = check_hook(slow, max_examples=9, only=["completes", "averages"], processes=False)
+    verdicts = {(each.outcome, each.note) for each in report.verdicts.values()}
+    assert verdicts == {("not checked", "too slow: a call of the hook takes 1 s")}
+    assert clock[0] <= 180
+
+
+def test_a_hook_for_cuda_only_is_refused():
+    def hook(group, bucket):
+        raise RuntimeError("expected a CUDA tensor")
+
+    with pytest.raises(ValueError, match=r'fails on CPU tensors: .* CUDA tensor.* device="cuda"'):
+        check_hook(hook)
 
 
 def test_what_fails_only_once_is_not_checked():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,6 +33,7 @@ class Subject:
     """A hook under test.
 
     given: the hook's claims; if None, claims_of infers them on this device.
+    deadline: the time, of time.monotonic(), at which runs should be done.
     """
 
     hook: Hook
@@ -38,7 +41,10 @@ class Subject:
     given: Claims | None
     ranks: Ranks
     device: str
+    deadline: float = math.inf
     _runs: dict[Any, Run] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # The seconds that each call of the hook took, by workload.
+    _pace_s: deque[float] = field(default_factory=lambda: deque(maxlen=8), init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -52,12 +58,19 @@ class Subject:
         """Run the hook on this workload; for options see run_hook.
 
         Properties draw the same workloads, so the last short runs are kept: don't write to them.
+
+        Raises TooSlow if the run would end after the deadline, at the pace of the fastest of the last eight.
         """
         key = workload, schedule, *options.items()
         run = self._runs.pop(key, None)
         if run is None:
+            begin, num_calls = time.monotonic(), workload.num_steps * workload.calls_per_step
+            pace_s = min(self._pace_s, default=0.0)
+            if begin + num_calls * pace_s > self.deadline:
+                raise TooSlow(f"too slow: a call of the hook takes {pace_s:.2g} s")
             options |= {"ranks": self.ranks, "schedule": schedule}
             run = run_hook(self.hook, self.make_state, workload, **options)
+            self._pace_s.append((time.monotonic() - begin) / num_calls)
         if workload.num_steps <= SHORT_STEPS:
             self._runs[key] = run
         if len(self._runs) > MOST_KEPT:
@@ -68,7 +81,7 @@ class Subject:
         """Return whether the hook completes on this workload."""
         try:
             return bool(self.run(workload))
-        except RankError:
+        except (RankError, TooSlow):
             return False
 
     def finite_run(self, workload: Workload, **options: Any) -> Run:
@@ -100,7 +113,7 @@ class Subject:
         for shape in steady.shapes:
             try:
                 run = self.run(replace(steady, shapes=(shape,), buckets=()))
-            except RankError:
+            except (RankError, TooSlow):
                 return 1.0, math.inf
             found.append(fitted(*sums(run, self.claims.start)))
         return max(factor for factor, _ in found), max(left / abs(factor) for factor, left in found)
@@ -219,6 +232,10 @@ def property_of(claim: str = "", **search: Any) -> Callable[[Check], Property]:
 
 class PropertyFailure(AssertionError):  # noqa: N818
     """The hook claims a property that fails on this workload."""
+
+
+class TooSlow(Exception):  # noqa: N818
+    """There is no time left for a run."""
 
 
 class NonFiniteFailure(PropertyFailure):
