@@ -103,12 +103,20 @@ def _compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=positive_int, default=32, help="number of steps (default: 32)")
     parser.add_argument("--world-size", type=positive_int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--csv", action="store_true", help="print CSV")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="also draw a picture, for example a PNG; needs matplotlib"
+    )
     options = parser.parse_args(arguments)
     try:
         table = compare(options.hooks, steps=options.steps, world_size=options.world_size)
     except (RankError, ValueError) as error:
         parser.error(f"{str(error).splitlines()[0]}; does a hook lack its state, or start after --steps?")
     print(table.csv() if options.csv else table)
+    if options.plot:
+        try:
+            table.plot(options.plot)
+        except (ImportError, OSError, ValueError) as error:
+            parser.error(str(error))
     return 0
 
 

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from gradcomp.testing.workload import RecordedWorkload, Workload
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of compare: a row for each hook and its gradients; str() is a table, csv() is CSV.
+    """The result of compare: a row for each hook and its gradients; as str() a table, as csv() CSV.
 
     G is the ranks' mean gradient, C the hook's average, both of all tensors of a row as one vector.
 
@@ -54,6 +55,25 @@ class Comparison:
         writer.writeheader()
         writer.writerows(self.rows)
         return file.getvalue()
+
+    def plot(self, path: str | Path) -> None:
+        """Draw each row's `summed` over its bytes per element, and write the picture to a file.
+
+        The file's suffix, such as .png or .svg, says its format. Raises ImportError without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("Comparison.plot needs matplotlib: pip install 'gradcomp[plot]'") from error
+        figure = Figure(layout="constrained")
+        axes = figure.subplots()
+        for hook in dict.fromkeys(row["hook"] for row in self.rows):
+            points = [(row["bytes/element"], row["summed"]) for row in self.rows if row["hook"] == hook]
+            axes.plot(*zip(*points, strict=True), "o", label=hook)
+        axes.set_yscale("symlog", linthresh=1e-4)  # exact averages have 0
+        axes.set(xlabel="bytes/element", xlim=(0, None), ylabel="summed", ylim=(-1e-5, None))
+        figure.legend(loc="outside upper left")
+        figure.savefig(path)
 
 
 def compare(
