@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradcomp.command_line import OneLineParser, find_callable, positive_int
-from gradcomp.testing.check import PROPERTIES, Report, check_hook
+from gradcomp.testing.check import PROPERTIES, check_hook
 from gradcomp.testing.claims import claims_of
 from gradcomp.testing.comparison import compare
 from gradcomp.testing.ranks import RankError
@@ -67,32 +67,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fail-fast", action="store_true", help="end at the first property that fails")
     parser.add_argument("--device", default="cpu", help="the gradients' device (default: cpu)")
     options = parser.parse_args(arguments)
+    claims = None
     try:
-        report = _checked(options)
+        if options.claim:
+            claims = claims_of(options.hook, options.make_state, options.device, options.ranks)
+            claims = replace(claims, **dict(options.claim))
+        report = check_hook(
+            options.hook,
+            options.make_state,
+            world_size=options.world_size,
+            max_examples=options.examples,
+            claims=claims,
+            ranks=options.ranks,
+            dtypes=[getattr(torch, name) for name in options.dtype or ()] or None,
+            device=options.device,
+            only=options.only,
+            processes=not options.no_processes,
+            fail_fast=options.fail_fast,
+        )
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     print(report)
     return not report.ok
-
-
-def _checked(options: argparse.Namespace) -> Report:
-    claims = None
-    if options.claim:
-        claims = claims_of(options.hook, options.make_state, options.device, options.ranks)
-        claims = replace(claims, **dict(options.claim))
-    return check_hook(
-        options.hook,
-        options.make_state,
-        world_size=options.world_size,
-        max_examples=options.examples,
-        claims=claims,
-        ranks=options.ranks,
-        dtypes=[getattr(torch, name) for name in options.dtype or ()] or None,
-        device=options.device,
-        only=options.only,
-        processes=not options.no_processes,
-        fail_fast=options.fail_fast,
-    )
 
 
 def _compare(arguments: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from gradcomp.comm.bucket import Hook
 from gradcomp.testing import properties
 from gradcomp.testing.claims import PROBE, PROBED_STEPS, Claims
 from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject, TooSlow
-from gradcomp.testing.ranks import RankError, in_unguarded_script, start_processes
+from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks
 from gradcomp.testing.strategies import WORLD_SIZES, Drawn
 from gradcomp.testing.workload import Workload
@@ -121,7 +121,7 @@ def check_hook(
     make_state: make_state(process_group) makes a rank's state. None if the state is the process group.
     world_size: the number of ranks; by default 2 and 3, and in some workloads 1, 4, 5 and 16.
     max_examples: the number of workloads drawn for a property, and the most that are listed for it.
-        `completes`, with two strategies, draws twice as many, and expensive properties fewer.
+        `completes` draws twice as many, and expensive properties fewer.
     claims: the hook's claims; by default claims_of infers them from its state and a probe.
     ranks: "simulated", in this process; or "gloo", in processes: hook and make_state must be picklable then.
     dtypes: the gradients' dtypes; by default float32 and float64, and in some workloads bfloat16, if the hook
@@ -152,8 +152,6 @@ def check_hook(
     limits = (world_sizes, dtypes or (torch.float32, torch.float64), device)
     with redirect_stdout(io.StringIO()), ExitStack() as at_end:
         at_end.callback(_show, "")
-        if processes and properties.same_in_processes in searched and not in_unguarded_script():
-            start_processes(2)  # they start while this process works
         _show(f"{subject.name}: inferring its claims")
         try:
             drawn = Drawn(subject.claims, *limits)

@@ -199,19 +199,11 @@ def claims_of(
 ) -> Claims:
     """Return a hook's claims: DECLARED for gradcomp's compressors and torch's PowerSGD, others by a probe.
 
-    The probe is eight steps of random gradients, on this device, on two ranks.
-
-    A hook averages if its outputs fit the tolerance of float32, float16, bfloat16 or 8 bits, tried in this
-    order. It also averages if a step that fits one of the first three follows a step that doesn't: no
-    compressor is exact at times, so the earlier step is an error. Any other hook is lossy, from the first
-    step on that isn't exact.
-
-    A hook claims error feedback if its state's floating-point tensors have at least as many elements as the
-    probe's matrix: these are taken for errors. A lossy hook then claims contraction, too, unless there are
-    twice as many: then its outputs depend on more than gradient + error, for example on a prediction.
-    Otherwise it claims to be unbiased, because a biased compressor without error feedback need not converge
-    (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019), unless its outputs don't depend on the
-    gradients' scale: signs are no average.
+    The probe is eight steps of random gradients, on this device, on two ranks. docs/testing.md says under
+    "What a hook claims" what follows from its outputs and from the floating-point tensors that the state
+    keeps. A step that isn't exact, before one that is, is an error of the hook: no compressor is exact at
+    times. Any other hook is lossy from the first step on that isn't exact. It claims no contraction if it
+    keeps more than its errors: its outputs may depend on more than gradient + error, as on a prediction.
 
     Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
     Raises ValueError if a state starts to compress after more than 16 steps, or if the hook fails on CPU

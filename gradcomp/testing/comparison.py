@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,14 +123,8 @@ def compare(
     return Comparison(rows)
 
 
-class _Outcome(NamedTuple):
-    """A bucket's mean gradients, these plus what is held back, and averages: [steps, elements] in float64."""
-
-    means: Tensor
-    given: Tensor
-    averages: Tensor
-    wire_bytes: int
-    keeps_errors: bool
+# A bucket's steps on rank 0, the bytes sent in the last one, and whether its state keeps errors.
+_Outcome = tuple[BucketSteps, int, bool]
 
 
 def _outcomes(hook: Hook, make_state: MakeState, workload: Workload) -> Iterator[_Outcome]:
@@ -149,25 +143,26 @@ def _outcomes(hook: Hook, make_state: MakeState, workload: Workload) -> Iterator
     for indices in workload.buckets:
         of_bucket = [[[tensors[index] for index in indices] for tensors in step] for step in gradients]
         run = run_hook(hook, started, RecordedWorkload.of(of_bucket))
-        on_rank_0 = next(BucketSteps.each(Claims(), run))
-        means = on_rank_0.means
-        keeps_errors = max(run.state_numels[-1]) >= means.shape[1]
+        keeps_errors = max(run.state_numels[-1]) >= workload.numel(*indices)
         keeps_errors = declared(hook, state)[0].get("error_feedback", keeps_errors)
-        given = means + on_rank_0.held[:-1] if keeps_errors else means
-        yield _Outcome(means, given, on_rank_0.outputs, max(run.wire_bytes[-1]), keeps_errors)
+        yield next(BucketSteps.each(Claims(), run)), max(run.wire_bytes[-1]), keeps_errors
 
 
 def _measures(outcomes: Sequence[_Outcome]) -> dict[str, float]:
     """Return a row's numbers, by column."""
-    means, given, averages = (torch.cat(each, dim=1) for each in list(zip(*outcomes, strict=True))[:3])
+    means, averages = (
+        torch.cat([getattr(steps, name) for steps, *_ in outcomes], dim=1) for name in ("means", "outputs")
+    )
+    held = torch.cat([steps.held[:-1] * keeps_errors for steps, _, keeps_errors in outcomes], dim=1)
+    given = means + held
     off, mean, average = averages - means, means[-1], averages[-1]
     error = _ratio(off[-1].norm(), mean.norm())
     contractions = 1 - _ratio((averages - given).square().sum(1), given.square().sum(1))
     variances = _ratio((off - off.mean(0)).square().sum(1), means.square().sum(1))
-    if any(outcome.keeps_errors for outcome in outcomes):
+    if any(keeps_errors for *_, keeps_errors in outcomes):
         variances *= math.nan
     numbers = {
-        "bytes/element": sum(outcome.wire_bytes for outcome in outcomes) / max(1, means.shape[1]),
+        "bytes/element": sum(wire_bytes for _, wire_bytes, _ in outcomes) / max(1, means.shape[1]),
         "summed": _ratio(off.sum(0).norm(), means.sum(0).norm()),
         "error": error,
         "cosine": average @ mean / (average.norm() * mean.norm()),

@@ -381,18 +381,16 @@ def variance(subject: Subject, workload: Workload) -> Iterator[float]:
     over = f"over {2 * num_pairs} steps with two gradients in turn"
     if found.mean() > claimed + by_chance:
         raise PropertyFailure(f"got ω = {found.mean():.3g} {over}; chance explains {by_chance:.2g} more")
-    noise = (outputs - outputs.mean(0)).chunk(2, dim=1)
-    rounding = subject.claims.unit_roundoff(workload.dtype)
-    if noise[0].shape[1] >= LEAST_ELEMENTS and found.mean() > rounding:
-        in_one_direction = max(
-            float(torch.linalg.matrix_norm(each, 2) ** 2 / each.square().sum()) for each in noise
-        )
-        norms = noise[0].norm(dim=0) * noise[1].norm(dim=0)
-        repeated = float(((noise[0] * noise[1]).sum(0).abs() / norms.clamp(min=1e-300)).mean())
-        for share, whose in ((in_one_direction, "all elements"), (repeated, "a step and the next one")):
-            if share > SHARED_NOISE:
-                raise PropertyFailure(
-                    f"{over}: {whose} share {share:.0%} of the noise, at most {SHARED_NOISE:.0%} expected: "
-                    "each element needs random numbers of its own in every step"
-                )
+    one, other = (outputs - outputs.mean(0)).chunk(2, dim=1)
+    norms = one.norm(dim=0) * other.norm(dim=0)
+    shared = {
+        "all elements": torch.linalg.matrix_norm(one, 2) ** 2 / one.square().sum(),
+        "a step and the next one": ((one * other).sum(0).abs() / norms.clamp(min=1e-300)).mean(),
+    }
+    for whose, share in shared.items() if one.shape[1] >= LEAST_ELEMENTS else ():
+        if share > SHARED_NOISE and found.mean() > subject.claims.unit_roundoff(workload.dtype):
+            raise PropertyFailure(
+                f"{over}: {whose} share {share:.0%} of the noise, at most {SHARED_NOISE:.0%} expected: "
+                "each element needs random numbers of its own in every step"
+            )
     yield float(found.mean())

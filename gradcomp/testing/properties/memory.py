@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Run
 from gradcomp.testing.workload import Workload
 
 from .accuracy import BucketSteps
@@ -130,24 +129,18 @@ def tracks_the_mean(subject: Subject, workload: Workload) -> Iterator[float]:
 
     Yields the difference as a fraction of ‖c · Σ means‖; nothing for zero gradients.
     """
-    tracks = subject.claims.tracks
+    claims, numel = subject.claims, workload.numel(*range(len(workload.shapes)))
+    tracks, start = claims.tracks, claims.start
     assert tracks is not None
-    run, first = steady_run(subject, workload)
-    mean, output = sums(run, first)
+    first = start + min(max(32, claims.steps_until_sent(numel)), 320)
+    steady = replace(workload, drift=0.0, steps=2 * first - start, zero_steps=0)
+    mean, output = sums(subject.finite_run(steady), first)
     if mean.any():
         factor = min(max(fitted(mean, output)[0], min(1.0, tracks)), max(1.0, tracks))
-        where, whose = f"steps {first} to {run.workload.steps - 1}, rank 0", f"{factor:g} × Σ means"
+        where, whose = f"steps {first} to {steady.steps - 1}, rank 0", f"{factor:g} × Σ means"
         within = TRACKED_WITHIN if tracks == 1 else TRACKED_WITH_MOMENTUM_WITHIN
         allowed = within * abs(factor) * float(mean.norm())
         yield require_close_in_norm(where, factor * mean, output, allowed, whose) * within
-
-
-def steady_run(subject: Subject, workload: Workload) -> tuple[Run, int]:
-    """Run the hook on gradients that stay the same. Returns the step from which it has settled, too."""
-    claims, numel = subject.claims, workload.numel(*range(len(workload.shapes)))
-    settled = claims.start + min(max(32, claims.steps_until_sent(numel)), 320)
-    steady = replace(workload, drift=0.0, steps=2 * settled - claims.start, zero_steps=0)
-    return subject.finite_run(steady), settled
 
 
 @property_of(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,12 +42,15 @@ class Subject:
     device: str
     deadline: float = math.inf
     _runs: dict[Any, Run] = field(default_factory=dict, init=False, repr=False, compare=False)
-    # The seconds that each call of the hook took, by workload.
-    _pace_s: deque[float] = field(default_factory=lambda: deque(maxlen=8), init=False, repr=False)
+    _pace_s: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
-        return name_of(self.hook)
+        """The name of the hook: a function, a partial of one, or an object of a class."""
+        hook: Any = self.hook
+        return str(
+            (hook if hasattr(hook, "__qualname__") else getattr(hook, "func", type(hook))).__qualname__
+        )
 
     @cached_property
     def claims(self) -> Claims:
@@ -59,7 +61,7 @@ class Subject:
 
         Properties draw the same workloads, so the last short runs are kept: don't write to them.
 
-        Raises TooSlow if the run would end after the deadline, at the pace of the fastest of the last eight.
+        Raises TooSlow if the run would end after the deadline, at the pace of the fastest one.
         """
         key = workload, schedule, *options.items()
         run = self._runs.pop(key, None)
@@ -130,12 +132,6 @@ def fitted(mean: Tensor, output: Tensor) -> tuple[float, float]:
     """Return the factor c for which ‖output − c · mean‖ is smallest, and this norm / ‖mean‖."""
     factor = float(mean @ output / mean.square().sum())
     return factor, float((output - factor * mean).norm() / mean.norm())
-
-
-def name_of(hook: Hook) -> str:
-    """Return the name of a hook: a function, a partial of one, or an object of a class."""
-    named: Any = hook if hasattr(hook, "__qualname__") else getattr(hook, "func", type(hook))
-    return str(named.__qualname__)
 
 
 def _found(rank: int, process_group: Any, hook: Hook, make_state: MakeState) -> None:

@@ -150,7 +150,7 @@ FAILURES = [
         r"claimed variance 0.1; got ω = 0.[45]\d* over 512 steps .*; chance explains 0.\d+ more",
     ),
     (
-        *("variance", local(lambda b: b * 2 * (torch.rand(()) < 0.5)), replace(UNBIASED, variance=1.0)),
+        *("variance", after(lambda m, b: m * 2 * (torch.rand(()) < 0.5)), replace(UNBIASED, variance=1.0)),
         r"over 512 steps .*: all elements share \d+% of the noise, at most 50% expected",
     ),
     (
