@@ -98,9 +98,10 @@ class Workload:
         return self.steps + self.zero_steps
 
     @property
-    def calls_per_step(self) -> int:
-        """The number of calls of a hook in a step, on all ranks together."""
-        return len(self.buckets) * self.world_size * self.groups
+    def num_calls(self) -> int:
+        """The number of calls of a hook in all steps, on all ranks together."""
+        num_buckets = sum(len(self.buckets_in(step)) for step in range(self.num_steps))
+        return num_buckets * self.world_size * self.groups
 
     @property
     def num_bytes(self) -> int:

@@ -327,8 +327,8 @@ def _in_turn(subject: Subject, workload: Workload) -> tuple[Workload, list[Tenso
     compressed steps: [pairs, elements of both gradients] in float64.
     """
     start, numel = subject.claims.start, workload.numel(*range(len(workload.shapes)))
-    most = min(NUM_STEPS, NUM_CALLS // workload.calls_per_step, NUM_ELEMENTS // numel)
-    num_steps = max(8, most // 4 * 4)
+    calls_of_a_step = workload.world_size * len(workload.buckets)
+    num_steps = max(8, min(NUM_STEPS, NUM_CALLS // calls_of_a_step, NUM_ELEMENTS // numel) // 4 * 4)
     workload = replace(workload, drift=1.0, period=2, steps=start + num_steps, zero_steps=0)
     run = subject.finite_run(workload)
     means = [tensor for step in (start, start + 1) for tensor in workload.mean(step)]

@@ -66,7 +66,7 @@ class Subject:
         key = workload, schedule, *options.items()
         run = self._runs.pop(key, None)
         if run is None:
-            begin, num_calls = time.monotonic(), workload.num_steps * workload.calls_per_step
+            begin, num_calls = time.monotonic(), workload.num_calls
             pace_s = min(self._pace_s, default=0.0)
             if begin + num_calls * pace_s > self.deadline:
                 raise TooSlow(f"too slow: a call of the hook takes {pace_s:.2g} s")
