@@ -8,12 +8,16 @@ from tests.testing.compressors import Average, Int8, OwnRandomK, TopK, UnbiasedR
 # In some shapes.
 
 
+def transpose_squares(bucket):
+    for average in bucket.gradients():
+        if average.dim() == 2 and average.shape[0] == average.shape[1] >= 8:
+            average.copy_(average.t().clone())
+
+
 class SquaresTransposed(Average):
     def average(self, bucket):
         super().average(bucket)
-        for average in bucket.gradients():
-            if average.dim() == 2 and average.shape[0] == average.shape[1] >= 8:
-                average.copy_(average.t().clone())
+        transpose_squares(bucket)
 
 
 class RowOverwritten(Average):
@@ -52,9 +56,7 @@ class TopKOfSquaresTransposed(TopK):
 
     def start(self, bucket):
         future = super().start(bucket)
-        for average in bucket.gradients():
-            if average.dim() == 2 and average.shape[0] == average.shape[1] >= 8:
-                average.copy_(average.t().clone())
+        transpose_squares(bucket)
         return future
 
 

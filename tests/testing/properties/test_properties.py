@@ -13,6 +13,8 @@ from gradcomp.hooks import default_hooks
 from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, claims_of, properties, strategies
 from tests.depth import everyday
 from tests.testing.averaging import done
+from tests.testing.compressors import Halves
+from tests.testing.compressors import hook as compressed
 
 FP32 = Tolerance.rounding(torch.float32)
 AVERAGES = Claims(FP32, torch.float32, scale_equivariant=True, rank_symmetric=True, bucket_insensitive=True)
@@ -38,25 +40,6 @@ def after(change):
     return lambda state, bucket: done(change(mean(bucket.buffer(), state), bucket))
 
 
-class Halves:
-    """A compressor that sends half of gradient + error and keeps the other half."""
-
-    def __init__(self, process_group=None):
-        self.errors, self.process_group = {}, process_group
-
-    def __getstate__(self):
-        return vars(self) | {"process_group": None}
-
-    def kept(self, total):
-        return total / 2
-
-    def __call__(self, bucket):
-        total = bucket.buffer() + self.errors.get(bucket.index(), 0)
-        # The error has the size of `total`, and is finite even if `total` isn't.
-        self.errors[bucket.index()] = self.kept(total).nan_to_num(0, 0, 0)
-        return done(mean(total / 2, self.process_group))
-
-
 class Forgetful(Halves):
     def kept(self, total):
         return torch.zeros_like(total)
@@ -71,10 +54,6 @@ class Hoarder(Halves):
 class LosesErrors(Halves):
     def __getstate__(self):
         return super().__getstate__() | {"errors": {}}
-
-
-def call(state, bucket):
-    return state(bucket)
 
 
 HALVES = replace(
@@ -183,7 +162,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("name", "hook", "claims", "message"), FAILURES)
 def test_a_failure_says_where_and_what(name, hook, claims, message):
-    hook, make_state = (call, hook) if isinstance(hook, type) else (hook, None)
+    hook, make_state = (compressed, hook) if isinstance(hook, type) else (hook, None)
     workload = replace(WORKLOAD, zero_steps=40) if name == "held_back_comes_out" else WORKLOAD
     if name == "zero_stays_zero" or message.startswith("every element"):
         workload = Workload(((40, 50),), steps=2, noise=0.1, drift=1.0, masked=0.5)
@@ -199,7 +178,7 @@ def test_sound_hooks_hold_them(name):
     """Each property returns its measured value, or None if it isn't claimed."""
     check = getattr(properties, name)
     averages = check(local(lambda buffer: buffer), None, WORKLOAD, claims=AVERAGES)
-    halves = check(call, Halves, replace(WORKLOAD, zero_steps=8), claims=HALVES)
+    halves = check(compressed, Halves, replace(WORKLOAD, zero_steps=8), claims=HALVES)
     expected = {
         "averages": (lambda ratio: 0 < ratio < 1, None),
         "contraction": (None, lambda delta: delta == pytest.approx(0.75)),
