@@ -234,8 +234,9 @@ def _claims_of(hook: Hook, make_state: MakeState, device: str, ranks: Ranks) -> 
     claims = _inferred(hook, unchanged := run(probe), start)
     if claims.unbiased:
         scaled = run(replace(probe, log2_factor=8))
-        pairs = zip(unchanged.each_output(claims.start), scaled.each_output(claims.start), strict=True)
-        if all(torch.equal(one.average, other.average) for one, other in pairs):
+        pairs = list(zip(unchanged.each_output(claims.start), scaled.each_output(claims.start), strict=True))
+        are_equal = all(torch.equal(one.average, other.average) for one, other in pairs)
+        if are_equal and any(one.average.any() for one, _ in pairs):
             claims = replace(claims, unbiased=False, scale_equivariant=False)
     if make_state is None:
         return claims

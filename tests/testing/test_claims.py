@@ -55,9 +55,10 @@ def test_a_hook_that_averages_after_a_wrong_step_is_held_to_it():
 
 
 def test_what_is_inferred_of_lossy_hooks():
-    stateless = claims_of(scaled_mean(0.5))
-    assert stateless.is_lossy
-    assert (stateless.unbiased, stateless.error_feedback, stateless.contraction) == (True, False, None)
+    for factor in (0.5, 0.0):
+        stateless = claims_of(scaled_mean(factor))
+        assert stateless.is_lossy
+        assert (stateless.unbiased, stateless.error_feedback, stateless.contraction) == (True, False, None)
     late = claims_of(late_hook, Late)
     assert (late.start, late.unbiased, late.error_feedback, late.contraction) == (3, True, False, None)
     # The plain steps before it show fp32's rounding in fp32. In fp64 nothing coarser than fp64's is allowed.

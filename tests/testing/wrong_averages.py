@@ -114,7 +114,7 @@ class ErrorForgottenLate(TopK):
         return super().total(gradient, torch.zeros_like(error) if self.step % 25 == 24 else error)
 
 
-# In size.
+# In size or noise.
 
 
 class SumsInInt8(Int8):
@@ -145,9 +145,6 @@ class RescaledTooLittle(OwnRandomK):
 class RescaledIn20Steps(UnbiasedRandomK):
     def scale(self, numel, k):
         return numel / k if self.step < 20 else 1.0
-
-
-# In noise.
 
 
 class OneCoin(UnbiasedRandomK):

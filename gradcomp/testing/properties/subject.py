@@ -118,7 +118,7 @@ class Subject:
             except (RankError, TooSlow):
                 return 1.0, math.inf
             found.append(fitted(*sums(run, self.claims.start)))
-        return max(factor for factor, _ in found), max(left / abs(factor) for factor, left in found)
+        return max(factor for factor, _ in found), max(left / max(abs(c), 1e-300) for c, left in found)
 
 
 def sums(run: Run, first_step: int) -> tuple[Tensor, Tensor]:
