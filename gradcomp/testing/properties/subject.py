@@ -48,9 +48,8 @@ class Subject:
     def name(self) -> str:
         """The name of the hook: a function, a partial of one, or an object of a class."""
         hook: Any = self.hook
-        return str(
-            (hook if hasattr(hook, "__qualname__") else getattr(hook, "func", type(hook))).__qualname__
-        )
+        named = hook if hasattr(hook, "__qualname__") else getattr(hook, "func", type(hook))
+        return str(named.__qualname__)
 
     @cached_property
     def claims(self) -> Claims:
