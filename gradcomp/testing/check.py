@@ -164,8 +164,7 @@ def check_hook(
             if report.verdicts[PROPERTIES[0].name].outcome == "holds":
                 raise error
             not_checked = Verdict("not checked", note="the hook does not complete")
-            verdicts = dict.fromkeys(known, not_checked) | report.verdicts
-            return replace(report, claims=None, verdicts=verdicts)
+            return replace(report, claims=None, verdicts=dict.fromkeys(known, not_checked) | report.verdicts)
         return _report(subject, searched, drawn, max_examples, processes, fail_fast)
 
 

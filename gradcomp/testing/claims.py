@@ -409,9 +409,8 @@ def _fits(run: Run, step: int, tolerance: Tolerance) -> bool:
 
 def _variance(run: Run, start: int) -> float:
     """Return Σ ‖output − mean‖² / Σ ‖gradient‖² over all ranks."""
-    workload = run.workload
     lost = sum(float((each.average - each.mean).square().sum()) for each in run.each_output(start))
-    given = (t for step in range(start, workload.steps) for t in workload.stacked(step))
+    given = (tensor for step in range(start, PROBED_STEPS) for tensor in run.workload.stacked(step))
     return lost / sum(float(tensor.square().sum()) for tensor in given)
 
 

@@ -150,9 +150,8 @@ def _outcomes(hook: Hook, make_state: MakeState, workload: Workload) -> Iterator
 
 def _measures(outcomes: Sequence[_Outcome]) -> dict[str, float]:
     """Return a row's numbers, by column."""
-    means, averages = (
-        torch.cat([getattr(steps, name) for steps, *_ in outcomes], dim=1) for name in ("means", "outputs")
-    )
+    means = torch.cat([steps.means for steps, *_ in outcomes], dim=1)
+    averages = torch.cat([steps.outputs for steps, *_ in outcomes], dim=1)
     held = torch.cat([steps.held[:-1] * keeps_errors for steps, _, keeps_errors in outcomes], dim=1)
     given = means + held
     off, mean, average = averages - means, means[-1], averages[-1]

@@ -98,12 +98,6 @@ class Workload:
         return self.steps + self.zero_steps
 
     @property
-    def num_calls(self) -> int:
-        """The number of calls of a hook in all steps, on all ranks together."""
-        num_buckets = sum(len(self.buckets_in(step)) for step in range(self.num_steps))
-        return num_buckets * self.world_size * self.groups
-
-    @property
     def num_bytes(self) -> int:
         """The bytes of one rank's gradients in one step."""
         return sum(map(math.prod, self.shapes)) * self.dtype.itemsize

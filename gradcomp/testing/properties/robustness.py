@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hypothesis import strategies as st
@@ -189,9 +192,15 @@ def same_in_processes(subject: Subject, workload: Workload) -> None:
 
     Each process has another PYTHONHASHSEED, so hash(str) and the order of sets differ.
     """
-    real = replace(subject, ranks="gloo", given=subject.claims)
+    quiet = partial(_quietly, subject.hook)
+    real = replace(subject, hook=quiet, ranks="gloo", given=subject.claims)
     replicas_identical.check(real, workload)
     real.finite_run(workload)
+
+
+def _quietly(hook: Any, state: Any, bucket: Any) -> Any:
+    with redirect_stdout(io.StringIO()):
+        return hook(state, bucket)
 
 
 @property_of()

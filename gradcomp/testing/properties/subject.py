@@ -65,7 +65,8 @@ class Subject:
         key = workload, schedule, *options.items()
         run = self._runs.pop(key, None)
         if run is None:
-            begin, num_calls = time.monotonic(), workload.num_calls
+            num_buckets = sum(len(workload.buckets_in(step)) for step in range(workload.num_steps))
+            num_calls, begin = num_buckets * workload.world_size * workload.groups, time.monotonic()
             pace_s = min(self._pace_s, default=0.0)
             if begin + num_calls * pace_s > self.deadline:
                 raise TooSlow(f"too slow: a call of the hook takes {pace_s:.2g} s")
