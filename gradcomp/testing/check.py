@@ -191,9 +191,8 @@ def _report(
                 report.verdicts[each.name] = Verdict("not checked", note=reason)
                 continue
         search = _Search(each, subject, f"{position} of {len(searched)}, {each.name}", tuple(known))
-        for strategy in each.workloads(drawn):
-            if search.failure is None:
-                search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
+        if (strategy := each.workloads(drawn)) is not None:
+            search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
         # The drawn ones come first, as they shrink further.
         for workload in islice(each.listed(drawn), max_examples):
             if search.failure is not None or search.fails(workload):

@@ -115,7 +115,7 @@ def _is_plain(claims: Claims, workload: Workload, step: int, index: int) -> bool
 
 @property_of(
     "keeps_zeros",
-    workloads=lambda drawn: [drawn.any(masked=0.5)],
+    workloads=lambda drawn: drawn.any(masked=0.5),
     listed=lambda drawn: drawn.listed("various", "long", masked=0.5),
 )
 def zero_stays_zero(subject: Subject, workload: Workload) -> None:
@@ -265,7 +265,7 @@ NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 2048, 1 << 22
 
 @property_of(
     "unbiased",
-    workloads=lambda drawn: [drawn.any(max_numel=64, num_tensors=(1, 2), noise=st.sampled_from((0.1, 1.0)))],
+    workloads=lambda drawn: drawn.any(max_numel=64, num_tensors=(1, 2), noise=st.sampled_from((0.1, 1.0))),
     listed=lambda drawn: drawn.listed("probed", "ties", "four", "five", "long", "large", "sixteen", "bf16"),
     fraction=0.3,
     measure="t ≤",
@@ -350,7 +350,7 @@ SHARED_NOISE, LEAST_ELEMENTS = 0.5, 64
 @property_of(
     "variance",
     unclaimed=lambda claims: "" if claims.unbiased else "unbiased is False",
-    workloads=lambda drawn: [],
+    workloads=lambda drawn: None,
     listed=lambda drawn: [
         *drawn.listed("probed", masked=PROBE.masked, noise=0.1),  # ω may depend on the gradients
         *drawn.listed("probed", masked=PROBE.masked, world=2),

@@ -43,7 +43,7 @@ STUCK = 1 / 16
     "error_feedback",
     unclaimed=lambda claims: "" if claims.tracks is None else f"tracks is {claims.tracks:g}",
     declined=_declined,
-    workloads=lambda drawn: [drawn.flushed()],
+    workloads=lambda drawn: drawn.flushed(),
     listed=lambda drawn: map(
         drawn.with_zeros,
         [
@@ -115,7 +115,7 @@ TRACKED_WITHIN, TRACKED_WITH_MOMENTUM_WITHIN = 0.1, 0.4
 
 @property_of(
     "tracks",
-    workloads=lambda drawn: [drawn.any(max_numel=64, num_tensors=(1, 2))],
+    workloads=lambda drawn: drawn.any(max_numel=64, num_tensors=(1, 2)),
     listed=lambda drawn: drawn.listed("twins", "four", "sixteen"),
     fraction=0.5,
     measure="off by",
@@ -164,7 +164,7 @@ def no_error_where_exact(subject: Subject, workload: Workload) -> None:
             )
 
 
-@property_of("checkpoint", workloads=lambda drawn: [drawn.any(extra_steps=4)])
+@property_of("checkpoint", workloads=lambda drawn: drawn.any(extra_steps=4))
 def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
     """A run that saves and loads its state half way has the same bits as a run without the checkpoint.
 

@@ -38,7 +38,7 @@ HALF_OF_THE_DIGITS = 0.5
 
 
 @property_of(
-    workloads=lambda drawn: [drawn.any(rearranged=st.booleans())],
+    workloads=lambda drawn: drawn.any(rearranged=st.booleans()),
     fraction=2.0,
     listed=lambda drawn: drawn.listed("one", "sixteen"),
     explains=(RankError,),
@@ -110,7 +110,7 @@ def _largest(workload: Workload) -> float:
     "shows_nonfinite",
     declined="shows_nonfinite=False (after an overflow, GradScalers of some ranks may skip the step, but "
     "not all; or NaN may stay)",
-    workloads=lambda drawn: [drawn.poisoned()],
+    workloads=lambda drawn: drawn.poisoned(),
     listed=lambda drawn: drawn.every_poison(),
 )
 def nonfinite_seen_by_all(subject: Subject, workload: Workload) -> None:
@@ -154,7 +154,7 @@ def _require_seen_and_gone(subject: Subject, workload: Workload, poison: Poison)
             raise PropertyFailure(f"{what}{error} after {workload.poison}") from None
 
 
-@property_of(workloads=lambda drawn: [], listed=lambda drawn: drawn.listed("groups"))
+@property_of(workloads=lambda drawn: None, listed=lambda drawn: drawn.listed("groups"))
 def stays_in_its_group(subject: Subject, workload: Workload) -> None:
     """In a world of two disjoint groups, the outputs have the bits of a world with one group.
 
@@ -168,7 +168,7 @@ def stays_in_its_group(subject: Subject, workload: Workload) -> None:
     require_same_outputs(run, other, "in a world of its own; here is a second group")
 
 
-@property_of(workloads=lambda drawn: [], listed=lambda drawn: drawn.listed("long"))
+@property_of(workloads=lambda drawn: None, listed=lambda drawn: drawn.listed("long"))
 def random_state_kept(subject: Subject, workload: Workload) -> None:
     """The user's random numbers depend on the user's seed, also after a hook.
 
@@ -186,7 +186,7 @@ def random_state_kept(subject: Subject, workload: Workload) -> None:
                     )
 
 
-@property_of(workloads=lambda drawn: [], listed=lambda drawn: drawn.listed("groups", "many", groups=1))
+@property_of(workloads=lambda drawn: None, listed=lambda drawn: drawn.listed("groups", "many", groups=1))
 def same_in_processes(subject: Subject, workload: Workload) -> None:
     """In real processes on gloo, every rank has rank 0's outputs, and they are finite.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from textwrap import shorten
@@ -153,7 +153,7 @@ class Property:
     check(subject, workload): yields measured values, if any. Raises PropertyFailure if the property fails.
     claim: the field of Claims that promises the property; "" if every hook has to have it.
     unclaimed(claims): another reason why the property doesn't apply to a hook; "" if there is none.
-    workloads(drawn), listed(drawn): strategies that draw workloads, and further workloads to try.
+    workloads(drawn), listed(drawn): the strategy that draws workloads, if any, and further workloads to try.
     fraction: the fraction of max_examples to draw; less than 1 for expensive properties.
     declined: how a hook declines the claim, as text or declined(subject, workload).
     measure, worst(values): the name of the measured value, and the worst one.
@@ -163,7 +163,7 @@ class Property:
     check: Check
     claim: str = ""
     unclaimed: Callable[[Claims], str] | None = None
-    workloads: Callable[[Drawn], Sequence[SearchStrategy[Workload]]] = lambda drawn: [drawn.any()]
+    workloads: Callable[[Drawn], SearchStrategy[Workload] | None] = lambda drawn: drawn.any()
     listed: Callable[[Drawn], Iterable[Workload]] = lambda drawn: ()
     fraction: float = 1.0
     declined: str | Callable[[Subject, Workload], str] = ""
