@@ -64,25 +64,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "simulated ranks, or processes on gloo (default: simulated)"
     parser.add_argument("--ranks", choices=("simulated", "gloo"), default="simulated", help=text)
     parser.add_argument("--no-processes", action="store_true", help="leave out the run in real processes")
+    parser.add_argument("--fail-fast", action="store_true", help="end at the first property that fails")
+    parser.add_argument("--device", default="cpu", help="the gradients' device (default: cpu)")
     options = parser.parse_args(arguments)
     claims = None
-    if options.claim:
-        try:
-            claims = claims_of(options.hook, options.make_state, ranks=options.ranks)
+    try:
+        if options.claim:
+            claims = claims_of(options.hook, options.make_state, options.device, options.ranks)
             claims = replace(claims, **dict(options.claim))
-        except TypeError as error:
-            parser.error(f"argument --claim: {error}")
-    report = check_hook(
-        options.hook,
-        options.make_state,
-        world_size=options.world_size,
-        max_examples=options.examples,
-        claims=claims,
-        ranks=options.ranks,
-        dtypes=[getattr(torch, name) for name in options.dtype or ()] or None,
-        only=options.only,
-        processes=not options.no_processes,
-    )
+        report = check_hook(
+            options.hook,
+            options.make_state,
+            world_size=options.world_size,
+            max_examples=options.examples,
+            claims=claims,
+            ranks=options.ranks,
+            dtypes=[getattr(torch, name) for name in options.dtype or ()] or None,
+            device=options.device,
+            only=options.only,
+            processes=not options.no_processes,
+            fail_fast=options.fail_fast,
+        )
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
     print(report)
     return not report.ok
 
@@ -95,12 +99,20 @@ def _compare(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=positive_int, default=32, help="number of steps (default: 32)")
     parser.add_argument("--world-size", type=positive_int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--csv", action="store_true", help="print CSV")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="also draw a picture, for example a PNG; needs matplotlib"
+    )
     options = parser.parse_args(arguments)
     try:
         table = compare(options.hooks, steps=options.steps, world_size=options.world_size)
     except (RankError, ValueError) as error:
         parser.error(f"{str(error).splitlines()[0]}; does a hook lack its state, or start after --steps?")
     print(table.csv() if options.csv else table)
+    if options.plot:
+        try:
+            table.plot(options.plot)
+        except (ImportError, OSError, ValueError) as error:
+            parser.error(str(error))
     return 0
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from textwrap import shorten
@@ -20,11 +22,11 @@ from hypothesis.strategies import SearchStrategy
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import properties
 from gradcomp.testing.claims import PROBE, PROBED_STEPS, Claims
-from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject
-from gradcomp.testing.ranks import RankError, in_unguarded_script, start_processes
-from gradcomp.testing.run import MakeState, Place, Ranks
+from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject, TooSlow
+from gradcomp.testing.ranks import RankError
+from gradcomp.testing.run import MakeState, Ranks
 from gradcomp.testing.strategies import WORLD_SIZES, Drawn
-from gradcomp.testing.workload import RecordedWorkload, Workload
+from gradcomp.testing.workload import Workload
 
 PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
 PHASES = (Phase.generate, Phase.shrink)
@@ -32,26 +34,23 @@ REPEATED: Any = {"derandomize": True, "database": None, "deadline": None, "verbo
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 LONGEST_MESSAGE = 14  # lines; a longer one holds a traceback: its middle lines are left out
 MOST_SIMPLER = 40  # workloads that are tried to simplify a failing one
+MOST_PRINTED = 5  # lines of a hook's own
+LONGEST_S = 180.0  # of a check with 25 examples; right hooks take 10 to 60 s of a CPU
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A property that fails for a hook, the smallest workload found on which it fails, and its message.
-
-    test: a test that fails without this package; "" if there is none.
-    """
+    """A property that fails for a hook, the smallest workload found on which it fails, and its message."""
 
     property: str
     counterexample: Workload
     message: str
-    test: str = ""
 
     def __str__(self) -> str:
         lines = [line for line in self.message.splitlines() if line.strip()]
         if len(lines) > LONGEST_MESSAGE:
             lines = [*lines[:2], "...", *lines[3 - LONGEST_MESSAGE :]]
-        shown = "\n  ".join([f"{self.property} fails for", repr(self.counterexample), *lines])
-        return f"{shown}\n\nThe same without gradcomp.testing:\n\n{self.test}" if self.test else shown
+        return "\n  ".join([f"{self.property} fails for", repr(self.counterexample), *lines])
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,14 @@ def check_hook(
     device: str = "cpu",
     only: Sequence[str] = (),
     processes: bool = True,
+    fail_fast: bool = False,
 ) -> Report:
     """Check a communication hook: search for workloads on which it fails a property that applies to it.
 
     make_state: make_state(process_group) makes a rank's state. None if the state is the process group.
     world_size: the number of ranks; by default 2 and 3, and in some workloads 1, 4, 5 and 16.
     max_examples: the number of workloads drawn for a property, and the most that are listed for it.
-        `completes`, with two strategies, draws twice as many, and expensive properties fewer.
+        `completes` draws twice as many, and expensive properties fewer.
     claims: the hook's claims; by default claims_of infers them from its state and a probe.
     ranks: "simulated", in this process; or "gloo", in processes: hook and make_state must be picklable then.
     dtypes: the gradients' dtypes; by default float32 and float64, and in some workloads bfloat16, if the hook
@@ -130,12 +130,14 @@ def check_hook(
     only: the names of the properties to check; empty for all.
     processes: check `same_in_processes`, for which hook and make_state must be importable by name, and a
         script guarded by `if __name__ == "__main__":`.
+    fail_fast: end at the first property that fails; the others are not checked.
 
     The same call draws the same workloads. A counterexample is the smallest that Hypothesis finds. Properties
     pass over workloads on which `completes` or `finite_in_finite_out` fails. A line on standard error shows
-    the progress, if that is a terminal.
+    the progress, if that is a terminal; what the hook prints is shown with a failure. What would take longer
+    than three minutes (for more than 25 examples, so many times as long) is not checked.
 
-    Raises TypeError if make_state can't be called, ValueError for an unknown name in `only`.
+    Raises TypeError if make_state can't be called; ValueError for an unknown name in `only`, or as claims_of.
     """
     if make_state is not None and not callable(make_state):
         expected = "make_state is a function of the process group that returns a new state"
@@ -144,12 +146,12 @@ def check_hook(
     if unknown := set(only) - set(known):
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
     searched = [each for each in PROPERTIES if not only or each.name in only]
-    subject = Subject(hook, make_state, claims, ranks, device)
+    deadline = time.monotonic() + LONGEST_S * max(1.0, max_examples / 25)
+    subject = Subject(hook, make_state, claims, ranks, device, deadline)
     world_sizes = WORLD_SIZES if world_size is None else (world_size,)
     limits = (world_sizes, dtypes or (torch.float32, torch.float64), device)
-    try:
-        if processes and properties.same_in_processes in searched and not in_unguarded_script():
-            start_processes(2)  # they start while this process works
+    with redirect_stdout(io.StringIO()), ExitStack() as at_end:
+        at_end.callback(_show, "")
         _show(f"{subject.name}: inferring its claims")
         try:
             drawn = Drawn(subject.claims, *limits)
@@ -162,19 +164,24 @@ def check_hook(
             if report.verdicts[PROPERTIES[0].name].outcome == "holds":
                 raise error
             not_checked = Verdict("not checked", note="the hook does not complete")
-            verdicts = dict.fromkeys(known, not_checked) | report.verdicts
-            return replace(report, claims=None, verdicts=verdicts)
-        return _report(subject, searched, drawn, max_examples, processes)
-    finally:
-        _show("")
+            return replace(report, claims=None, verdicts=dict.fromkeys(known, not_checked) | report.verdicts)
+        return _report(subject, searched, drawn, max_examples, processes, fail_fast)
 
 
 def _report(
-    subject: Subject, searched: Sequence[Property], drawn: Drawn, max_examples: int, processes: bool = True
+    subject: Subject,
+    searched: Sequence[Property],
+    drawn: Drawn,
+    max_examples: int,
+    processes: bool = True,
+    fail_fast: bool = False,
 ) -> Report:
     report = Report(subject.name, subject.claims)
     known: list[type[AssertionError]] = []
     for position, each in enumerate(searched, 1):
+        if fail_fast and report.failures:
+            report.verdicts[each.name] = Verdict("not checked", note="a property before it fails")
+            continue
         if reason := each.reason(subject):
             report.verdicts[each.name] = Verdict("not claimed", note=reason)
             continue
@@ -184,9 +191,8 @@ def _report(
                 report.verdicts[each.name] = Verdict("not checked", note=reason)
                 continue
         search = _Search(each, subject, f"{position} of {len(searched)}, {each.name}", tuple(known))
-        for strategy in each.workloads(drawn):
-            if search.failure is None:
-                search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
+        if (strategy := each.workloads(drawn)) is not None:
+            search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
         # The drawn ones come first, as they shrink further.
         for workload in islice(each.listed(drawn), max_examples):
             if search.failure is not None or search.fails(workload):
@@ -197,13 +203,15 @@ def _report(
         known += each.explains if search.first is not None else ()
         if search.failure is not None:
             workload, message = search.failure.counterexample, search.failure.message
-            if factor := subject.multiple_of_mean(workload):
-                message += f"; the output is {factor} × the mean"
+            factor, off = subject.multiple_of_mean(workload)
+            if abs(factor - 1) > max(0.005, 10 * off * abs(factor)):
+                message += f"; the output is {factor:.3g} × the mean"
             if subject.make_state is None and "ProcessGroup' object has no attribute" in message:
                 message += "\nIs the hook's state missing? Without make_state it is the process group."
             message += each.advice(subject, workload)
-            test = _test(subject, each, workload)
-            report.failures.append(replace(search.failure, message=message, test=test))
+            if search.printed:
+                message = "\n".join([message, "The hook printed, at the end:", *search.printed])
+            report.failures.append(replace(search.failure, message=message))
     return report
 
 
@@ -214,6 +222,8 @@ class _Search:
     what: the search in words, to show the progress.
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
     failure, first: the last failure, and the first one.
+    printed: the last lines that the hook printed when it failed again.
+    too_slow: the reason why the time is over; "" if it isn't.
     """
 
     searched: Property
@@ -226,6 +236,8 @@ class _Search:
     num_examples: int = 0
     num_passed_over: int = 0
     first: Failure | None = None
+    printed: Sequence[str] = ()
+    too_slow: str = ""
 
     def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
         """Try drawn workloads. If one fails, find the smallest that does."""
@@ -247,7 +259,10 @@ class _Search:
     def confirm(self) -> None:
         """Drop a failure if neither it nor the first one comes again: a busy machine accuses nobody."""
         found, self.failure = [each for each in (self.failure, self.first) if each is not None], None
-        any(self.fails(each.counterexample) for each in found)
+        self.subject = replace(self.subject, given=self.subject.claims)  # it has kept no run
+        with redirect_stdout(io.StringIO()) as printed:
+            any(self.fails(each.counterexample) for each in found)
+        self.printed = printed.getvalue().splitlines()[-MOST_PRINTED:]
 
     def fails(self, workload: Workload) -> bool:
         self.num_tried += 1
@@ -256,6 +271,9 @@ class _Search:
             measured = self.searched.measured(self.subject, workload)
         except self.known:
             self.num_passed_over += 1
+            return False
+        except TooSlow as error:
+            self.too_slow = str(error)
             return False
         except (PropertyFailure, RankError) as error:
             self.failure = Failure(self.searched.name, workload, str(error))
@@ -270,6 +288,8 @@ class _Search:
         if self.failure is not None:
             message = self.failure.message.removeprefix(f"{self.searched.name}: ")
             return Verdict("fails", note=shorten(message.splitlines()[0], 90, placeholder="…"))
+        if self.too_slow:
+            return Verdict("not checked", None, self.num_examples, self.too_slow)
         if self.first is not None:
             note = f"not every time: {self.first.message.splitlines()[0]}"
             return Verdict("not checked", note=shorten(note, 160, placeholder="…"))
@@ -286,86 +306,3 @@ def _show(progress: str) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1  # no line may wrap
         print(f"{progress[:width]:<{width}}", end="\r", file=sys.stderr, flush=True)
-
-
-# ---- a test that shows a failure without gradcomp.testing, in real processes on gloo
-
-TEST = """\
-import gradcomp, tempfile, torch, torch.distributed as dist
-{imports}
-
-def check(rank, file, total=0.0):
-    dist.init_process_group("gloo", "file://" + file, rank=rank, world_size={world_size})
-    state = {state}
-    for step in range({num_steps}):
-        gradients = [{draw} for p in map(torch.zeros, {shapes})]
-        gradcomp.average_(gradients, {hook}, state)
-        total += gradients[{index}].flatten()[{element}].item(){chosen}
-    assert rank != {rank} or abs(total - {expected!r}) < {allowed:.2g}, total
-
-def test_{hook}(): torch.multiprocessing.spawn(check, [tempfile.mktemp()], {world_size})"""
-# A parameter's gradient in a step on a rank.
-DRAW = "((torch.arange(p.numel()).double() + 7 * rank) ** 2 + step).cos().view_as(p)"
-
-
-def _test(subject: Subject, failed: Property, workload: Workload) -> str:
-    """Write a test for a failure that gradients show which a test can draw, too; "" if they don't.
-
-    Only for a workload of one bucket and one backward pass, and for a hook and a maker of its state that can
-    be imported by name.
-    """
-    named = [each for each in (subject.hook, subject.make_state) if each is not None]
-    is_importable = all("<" not in getattr(each, "__qualname__", "<") for each in named)
-    is_plain = len(workload.buckets) == 1 and not workload.accumulated
-    if not (failed.copyable and is_importable and is_plain):
-        return ""
-    draw = f"{DRAW}.to({workload.dtype})"
-    drawn = _redrawn(workload, draw)
-    try:
-        failed.measured(subject, drawn)
-    except (PropertyFailure, RankError) as failure:
-        if place := getattr(failure, "place", None):
-            return _copyable_test(named, drawn, draw, place)
-    return ""
-
-
-def _redrawn(workload: Workload, draw: str) -> Workload:
-    """Return the workload with the gradients of an expression of a parameter p, a step and a rank."""
-    like = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in workload.shapes]
-    drawn = [
-        [
-            [eval(draw, {"torch": torch, "p": p, "rank": rank, "step": step}) for p in like]
-            for rank in range(workload.world_size)
-        ]
-        for step in range(max(2, workload.steps))
-    ]
-    recorded = RecordedWorkload.of(drawn, workload.buckets)
-    return replace(recorded, noise=1.0, zero_steps=workload.zero_steps, device=workload.device)
-
-
-def _copyable_test(named: Sequence[Any], workload: Workload, draw: str, place: Place) -> str:
-    """Return the text of a test that fails: the sum of averages at a place isn't the expected one.
-
-    Half of the difference is allowed. named: the hook, and the maker of its state if there is one.
-    """
-    num_steps = place.steps.stop
-    if place.period:
-        draw = draw.replace("step", f"step % {place.period}")
-    elif workload.zero_steps:
-        draw += f" * (step < {workload.steps})"
-    hook, *of_state = (each.__qualname__ for each in named)
-    return TEST.format(
-        imports="\n".join(f"from {each.__module__} import {each.__qualname__}" for each in named),
-        world_size=workload.world_size,
-        state="".join(f"{name}(dist.group.WORLD)" for name in of_state) or "dist.group.WORLD",
-        hook=hook,
-        num_steps=num_steps,
-        draw=draw,
-        shapes=list(workload.shapes),
-        index=place.index,
-        element=place.element,
-        chosen="" if place.steps == range(num_steps) else f" * (step in {place.steps})",
-        rank=place.rank,
-        expected=place.expected,
-        allowed=abs(place.got - place.expected) / 2,
-    )

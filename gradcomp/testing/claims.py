@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -18,7 +19,7 @@ from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.hooks.auto_hook import AutoOptions
 from gradcomp.hooks.named_hooks import NamedHook
-from gradcomp.testing.ranks import run_ranks
+from gradcomp.testing.ranks import RankError, run_ranks
 from gradcomp.testing.run import CheckpointError, ErrorsOf, MakeState, Ranks, Run, reload, run_hook
 from gradcomp.testing.workload import Shape, Workload
 
@@ -94,6 +95,8 @@ class Claims:
         whose sums differ from the gradients' sums: EF21 and a decaying error (1), momentum (more than 1).
     density: the mean fraction of a bucket's elements that a rank sends in a step. The others wait.
     unbiased: the expectation of the output is the mean.
+    variance: ω of an unbiased hook: E‖C(x) − x‖² ≤ ω ‖x‖², C(x) being the average, x the mean, and ‖x‖² the
+        ranks' mean. By default four times the probe's.
     keeps_zeros: elements that have been 0 on every rank in every step so far are exactly 0 in the average.
         "elements": all such elements. "lines": only rows and columns of them, as in a product of two factors.
         Plain steps and tensors of exact shapes keep every element.
@@ -118,6 +121,7 @@ class Claims:
     tracks: float | None = None
     density: float = 1.0
     unbiased: bool = False
+    variance: float | None = None
     keeps_zeros: Zeros = None
     scale_equivariant: bool = False
     rank_symmetric: bool = False
@@ -185,6 +189,8 @@ PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, ma
 LONGEST_START = 16
 # A hook of 8 bits counts as one that averages if ‖output − mean‖ / ‖mean‖ is at most this.
 AVERAGES_WITHIN = 0.05
+# The noise of one rank may be twice that of the average over the probe's two; twice this for chance.
+VARIANCE_OF_ONE = 4.0
 _TORCHS_ERRORS: ErrorsOf = attrgetter("error_dict")
 
 
@@ -193,23 +199,29 @@ def claims_of(
 ) -> Claims:
     """Return a hook's claims: DECLARED for gradcomp's compressors and torch's PowerSGD, others by a probe.
 
-    The probe is eight steps of random gradients, on this device, on two ranks.
-
-    A hook averages if its outputs fit the tolerance of float32, float16, bfloat16 or 8 bits, tried in this
-    order. It also averages if a step that fits one of the first three follows a step that doesn't: no
-    compressor is exact at times, so the earlier step is an error. Any other hook is lossy, from the first
-    step on that isn't exact.
-
-    A hook claims error feedback if its state's floating-point tensors have at least as many elements as the
-    probe's matrix: these are taken for errors. A lossy hook then claims contraction, too, unless there are
-    twice as many: then its outputs depend on more than gradient + error, for example on a prediction.
-    Otherwise it claims to be unbiased, because a biased compressor without error feedback need not converge
-    (Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019), unless its outputs don't depend on the
-    gradients' scale: signs are no average.
+    The probe is eight steps of random gradients, on this device, on two ranks. docs/testing.md says under
+    "What a hook claims" what follows from its outputs and from the floating-point tensors that the state
+    keeps. A step that isn't exact, before one that is, is an error of the hook: no compressor is exact at
+    times. Any other hook is lossy from the first step on that isn't exact. It claims no contraction if it
+    keeps more than its errors: its outputs may depend on more than gradient + error, as on a prediction.
 
     Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
-    Raises ValueError if a state starts to compress after more than 16 steps, RankError if the hook fails.
+    Raises ValueError if a state starts to compress after more than 16 steps, or if the hook fails on CPU
+    tensors and speaks of CUDA; RankError if it fails for another reason.
     """
+    try:
+        return _claims_of(hook, make_state, device, ranks)
+    except RankError as error:
+        last = [line for line in str(error).splitlines()[-4:] if not line.strip().startswith("File ")]
+        if device == "cpu" and re.search("cuda|nvidia|cpu tensor", "\n".join(last), re.IGNORECASE):
+            raise ValueError(
+                f"the hook fails on CPU tensors: {last[-1]}. If it needs a GPU's, use a machine with one, "
+                'and device="cuda"'
+            ) from error
+        raise
+
+
+def _claims_of(hook: Hook, make_state: MakeState, device: str, ranks: Ranks) -> Claims:
     state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
     name = "start_powerSGD_iter" if hasattr(state, "start_powerSGD_iter") else "start_iter"
     start: int | None = getattr(state, name, None)
@@ -222,8 +234,9 @@ def claims_of(
     claims = _inferred(hook, unchanged := run(probe), start)
     if claims.unbiased:
         scaled = run(replace(probe, log2_factor=8))
-        pairs = zip(unchanged.each_output(claims.start), scaled.each_output(claims.start), strict=True)
-        if all(torch.equal(one.average, other.average) for one, other in pairs):
+        pairs = list(zip(unchanged.each_output(claims.start), scaled.each_output(claims.start), strict=True))
+        are_equal = all(torch.equal(one.average, other.average) for one, other in pairs)
+        if are_equal and any(one.average.any() for one, _ in pairs):
             claims = replace(claims, unbiased=False, scale_equivariant=False)
     if make_state is None:
         return claims
@@ -374,6 +387,7 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
         feedback_precision=wrapped if keeps_errors else torch.float64,
         density=_density(run, start),
         unbiased=not (averages or keeps_errors),
+        variance=VARIANCE_OF_ONE * _variance(run, start),
         keeps_zeros=_kept_zeros(run, start),
         scale_equivariant=True,
         rank_symmetric=averages or keeps_errors,  # without errors, ranks may draw different random numbers
@@ -391,6 +405,13 @@ def _fits(run: Run, step: int, tolerance: Tolerance) -> bool:
     if tolerance.of == "bucket" and lost > AVERAGES_WITHIN * size:
         return False
     return all(bool((each.abs() <= limit).all()) for each, limit in zip(off, allowed, strict=True))
+
+
+def _variance(run: Run, start: int) -> float:
+    """Return Σ ‖output − mean‖² / Σ ‖gradient‖² over all ranks."""
+    lost = sum(float((each.average - each.mean).square().sum()) for each in run.each_output(start))
+    given = (tensor for step in range(start, PROBED_STEPS) for tensor in run.workload.stacked(step))
+    return lost / sum(float(tensor.square().sum()) for tensor in given)
 
 
 def _density(run: Run, start: int) -> float:

@@ -7,7 +7,8 @@ import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.command_line import aligned
-from gradcomp.testing.claims import declared
+from gradcomp.testing.claims import Claims, declared
+from gradcomp.testing.properties.accuracy import BucketSteps
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import MakeState, run_hook
 from gradcomp.testing.strategies import SPECTRA
@@ -24,7 +26,7 @@ from gradcomp.testing.workload import RecordedWorkload, Workload
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of compare: a row for each hook and its gradients; str() is a table, csv() is CSV.
+    """The result of compare: a row for each hook and its gradients; as str() a table, as csv() CSV.
 
     G is the ranks' mean gradient, C the hook's average, both of all tensors of a row as one vector.
 
@@ -53,6 +55,25 @@ class Comparison:
         writer.writeheader()
         writer.writerows(self.rows)
         return file.getvalue()
+
+    def plot(self, path: str | Path) -> None:
+        """Draw each row's `summed` over its bytes per element, and write the picture to a file.
+
+        The file's suffix, such as .png or .svg, says its format. Raises ImportError without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("Comparison.plot needs matplotlib: pip install 'gradcomp[plot]'") from error
+        figure = Figure(layout="constrained")
+        axes = figure.subplots()
+        for hook in dict.fromkeys(row["hook"] for row in self.rows):
+            points = [(row["bytes/element"], row["summed"]) for row in self.rows if row["hook"] == hook]
+            axes.plot(*zip(*points, strict=True), "o", label=hook)
+        axes.set_yscale("symlog", linthresh=1e-4)  # exact averages have 0
+        axes.set(xlabel="bytes/element", xlim=(0, None), ylabel="summed", ylim=(-1e-5, None))
+        figure.legend(loc="outside upper left")
+        figure.savefig(path)
 
 
 def compare(
@@ -102,14 +123,8 @@ def compare(
     return Comparison(rows)
 
 
-class _Outcome(NamedTuple):
-    """A bucket's mean gradients, these plus what is held back, and averages: [steps, elements] in float64."""
-
-    means: Tensor
-    given: Tensor
-    averages: Tensor
-    wire_bytes: int
-    keeps_errors: bool
+# A bucket's steps on rank 0, the bytes sent in the last one, and whether its state keeps errors.
+_Outcome = tuple[BucketSteps, int, bool]
 
 
 def _outcomes(hook: Hook, make_state: MakeState, workload: Workload) -> Iterator[_Outcome]:
@@ -128,28 +143,25 @@ def _outcomes(hook: Hook, make_state: MakeState, workload: Workload) -> Iterator
     for indices in workload.buckets:
         of_bucket = [[[tensors[index] for index in indices] for tensors in step] for step in gradients]
         run = run_hook(hook, started, RecordedWorkload.of(of_bucket))
-        means, averages = (
-            torch.stack([torch.cat([tensor.double().flatten() for tensor in tensors]) for tensors in by_step])
-            for by_step in (map(run.workload.mean, steps), (by_rank[0] for by_rank in run.outputs))
-        )
-        keeps_errors = max(run.state_numels[-1]) >= means.shape[1]
+        keeps_errors = max(run.state_numels[-1]) >= workload.numel(*indices)
         keeps_errors = declared(hook, state)[0].get("error_feedback", keeps_errors)
-        missing = means - averages
-        held = missing.cumsum(0) - missing if keeps_errors else torch.zeros_like(missing)
-        yield _Outcome(means, means + held, averages, max(run.wire_bytes[-1]), keeps_errors)
+        yield next(BucketSteps.each(Claims(), run)), max(run.wire_bytes[-1]), keeps_errors
 
 
 def _measures(outcomes: Sequence[_Outcome]) -> dict[str, float]:
     """Return a row's numbers, by column."""
-    means, given, averages = (torch.cat(each, dim=1) for each in list(zip(*outcomes, strict=True))[:3])
+    means = torch.cat([steps.means for steps, *_ in outcomes], dim=1)
+    averages = torch.cat([steps.outputs for steps, *_ in outcomes], dim=1)
+    held = torch.cat([steps.held[:-1] * keeps_errors for steps, _, keeps_errors in outcomes], dim=1)
+    given = means + held
     off, mean, average = averages - means, means[-1], averages[-1]
     error = _ratio(off[-1].norm(), mean.norm())
     contractions = 1 - _ratio((averages - given).square().sum(1), given.square().sum(1))
     variances = _ratio((off - off.mean(0)).square().sum(1), means.square().sum(1))
-    if any(outcome.keeps_errors for outcome in outcomes):
+    if any(keeps_errors for *_, keeps_errors in outcomes):
         variances *= math.nan
     numbers = {
-        "bytes/element": sum(outcome.wire_bytes for outcome in outcomes) / max(1, means.shape[1]),
+        "bytes/element": sum(wire_bytes for _, wire_bytes, _ in outcomes) / max(1, means.shape[1]),
         "summed": _ratio(off.sum(0).norm(), means.sum(0).norm()),
         "error": error,
         "cosine": average @ mean / (average.norm() * mean.norm()),

@@ -31,22 +31,6 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
-    """The averages of an element on a rank in some steps, whose sum isn't as expected.
-
-    period: the number of steps after which gradients repeat; 0 if they don't.
-    """
-
-    rank: int
-    steps: range
-    index: int
-    element: int
-    expected: float
-    got: float
-    period: int = 0
-
-
-@dataclass(frozen=True)
 class Output:
     """The average of one tensor in one step on one rank. str() says where it is, for messages."""
 
@@ -60,11 +44,6 @@ class Output:
     def mean(self) -> Tensor:
         """The float64 mean of the ranks' gradients."""
         return self.workload.mean(self.step)[self.index]
-
-    def place(self, element: int, expected: Tensor, got: Tensor) -> Place:
-        expected, got = (tensor.flatten()[element] for tensor in (expected, got))
-        steps = range(self.step, self.step + 1)
-        return Place(self.rank, steps, self.index, element, float(expected), float(got))
 
     def __str__(self) -> str:
         return f"step {self.step}, rank {self.rank}, {self.workload.where(self.index)}"

@@ -195,12 +195,6 @@ class Drawn:
         for poison in product(steps, range(workload.world_size), range(2), NOT_FINITE):
             yield replace(workload, poison=poison)
 
-    def rearranged(self) -> SearchStrategy[Workload]:
-        """Draw workloads that rearrange their buckets after the first step."""
-        return self.any(num_tensors=(2, 5), extra_steps=2, rearranged=True).filter(
-            lambda workload: len(workload.buckets) > 1 < workload.steps
-        )
-
     def flushed(self) -> SearchStrategy[Workload]:
         """Draw workloads that end with enough zero gradients for each element to come out."""
         options: dict[str, Any] = {"rearranged": st.booleans(), "accumulated": st.booleans()}

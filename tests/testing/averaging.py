@@ -25,11 +25,7 @@ def first_element_lost(state, bucket):
 
 
 def eight_bits(state, bucket):
-    level = bucket.buffer().abs().max() / 127
-    return scaled_mean(1)(state, bucket) if level == 0 else _eight_bits(bucket, level)
-
-
-def _eight_bits(bucket, level):
-    tensor = bucket.buffer().div(level).round().mul(level / dist.get_world_size())
-    dist.all_reduce(tensor)
-    return done(tensor)
+    buffer = bucket.buffer()
+    level = buffer.abs().max() / 127
+    buffer.copy_(torch.where(level == 0, buffer, (buffer / level).round() * level))
+    return scaled_mean(1.0)(state, bucket)

@@ -67,6 +67,23 @@ class Compressor(Average):
         return error.nan_to_num(0, 0, 0)
 
 
+class Halves(Average):
+    """A compressor that sends half of gradient + error and keeps the other half, by bucket index."""
+
+    def __init__(self, process_group):
+        super().__init__(process_group)
+        self.errors = {}
+
+    def average(self, bucket):
+        total = bucket.buffer() + self.errors.get(bucket.index(), 0)
+        # The error has the size of `total`, and is finite even if `total` isn't.
+        self.errors[bucket.index()] = self.kept(total).nan_to_num(0, 0, 0)
+        self.mean(bucket.buffer().copy_(total / 2))
+
+    def kept(self, total):
+        return total / 2
+
+
 class TopK(Compressor):
     """A compressor that sends the largest quarter of each rank's elements, with their indices."""
 

@@ -3,6 +3,8 @@
 import io
 import re
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +12,12 @@ import torch.distributed as dist
 
 import gradcomp.ops
 from benchmarks.kit_verdicts import OURS, TORCHS, main, table
-from gradcomp.hooks import default_hooks
+from gradcomp.hooks import debugging_hooks, default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
-from gradcomp.testing import PropertyFailure, Workload, check_hook, claims_of, properties
+from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, check_hook, claims_of, properties
 from tests.depth import everyday
-from tests.testing.averaging import done
+from tests.testing import compressors
+from tests.testing.averaging import done, eight_bits, first_element_lost, scaled_mean
 
 PROPERTIES = set(properties.__all__)
 
@@ -110,6 +113,42 @@ def test_torchs_defects_are_found_by_search():
         report.raise_if_failed()
 
 
+def test_a_failure_shows_what_the_hook_printed_and_may_end_the_check(capsys):
+    def doubled(group, bucket):
+        print(f"bucket {bucket.index()}")
+        return scaled_mean(2.0)(group, bucket)
+
+    report = check_hook(doubled, max_examples=2, processes=False, fail_fast=True)
+    (failure,) = report.failures
+    assert failure.message.count("The hook printed, at the end:\nbucket 0\nbucket 0") == 1
+    assert report.verdicts["scale_equivariant"].note == "a property before it fails"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_slow_hook_is_not_checked(monkeypatch):
+    clock = [0.0]
+    for module in ("check", "properties.subject"):
+        time = SimpleNamespace(monotonic=lambda: clock[0])
+        monkeypatch.setattr(f"gradcomp.testing.{module}.time", time)
+
+    def slow(group, bucket):
+        clock[0] += 1.0
+        return default_hooks.allreduce_hook(group, bucket)
+
+    report = check_hook(slow, max_examples=9, only=["completes", "averages"], processes=False)
+    verdicts = {(each.outcome, each.note) for each in report.verdicts.values()}
+    assert verdicts == {("not checked", "too slow: a call of the hook takes 1 s")}
+    assert clock[0] <= 180
+
+
+def test_a_hook_for_cuda_only_is_refused():
+    def hook(group, bucket):
+        raise RuntimeError("expected a CUDA tensor")
+
+    with pytest.raises(ValueError, match=r'fails on CPU tensors: .* CUDA tensor.* device="cuda"'):
+        check_hook(hook)
+
+
 def test_what_fails_only_once_is_not_checked():
     num_calls = iter(range(10**6))
 
@@ -177,29 +216,12 @@ def test_the_command_line(capsys, monkeypatch):
     assert [line.split("|")[1].strip() for line in lines[4:-1]] == ["averages", "contraction"]
 
 
-def with_another_name(state, gradients):
-    return default_hooks.allreduce_hook(state, gradients)
+def test_a_signature_that_ddp_refuses():
+    def hook(state, bucket) -> torch.Tensor:
+        return default_hooks.allreduce_hook(state, bucket)
 
-
-def with_a_string(state, bucket: "dist.GradBucket"):
-    return default_hooks.allreduce_hook(state, bucket)
-
-
-def with_another_result(state, bucket) -> torch.Tensor:
-    return default_hooks.allreduce_hook(state, bucket)
-
-
-@pytest.mark.parametrize(
-    ("hook", "said"),
-    [
-        (with_another_name, "must be hook(state, bucket): KeyError: 'bucket'"),
-        (with_a_string, "bucket annotation should be dist.GradBucket"),
-        (with_another_result, "return annotation should be torch.futures.Future[torch.Tensor]"),
-    ],
-)
-def test_a_signature_that_ddp_refuses(hook, said):
     (failure,) = check_hook(hook, max_examples=2, only=["completes"]).failures
-    assert said in failure.message
+    assert "return annotation should be torch.futures.Future[torch.Tensor]" in failure.message
 
 
 def test_a_state_in_place_of_its_maker():
@@ -223,3 +245,31 @@ def test_a_hook_that_sends_from_rank_to_rank():
         pairwise_hook, world_size=2, max_examples=3, ranks="gloo", only=["completes", "averages"]
     )
     assert [report.verdicts[name].outcome for name in ("completes", "averages")] == ["holds", "holds"]
+
+
+SUMS = [
+    (None, Claims(Tolerance.rounding(torch.float32), torch.float32), "averages"),
+    (None, None, "unbiased"),
+    (compressors.TopK, None, "held_back_comes_out"),
+]
+
+
+@pytest.mark.parametrize(("state", "claims", "by"), SUMS)
+def test_a_sum_is_called_a_multiple_of_the_mean(state, claims, by):
+    def hook(state, bucket, factor=2.0):
+        if state is None or isinstance(state, dist.ProcessGroup):
+            return scaled_mean(factor)(state, bucket)
+        return compressors.hook(state, bucket).then(lambda future: future.value() * factor)
+
+    for factor, said in ((2.0, "the output is 2 × the mean"), (0.9, "the output is 0.9 × the mean")):
+        (failure,) = check_hook(
+            partial(hook, factor=factor), state, claims=claims, only=[by], max_examples=6
+        ).failures
+        assert said in failure.message
+
+
+def test_what_is_no_multiple_of_the_mean_is_not_called_one():
+    claims = Claims(Tolerance.rounding(torch.float32), torch.float32)
+    for hook in (debugging_hooks.noop_hook, first_element_lost, eight_bits):
+        (failure,) = check_hook(hook, claims=claims, only=["averages"], max_examples=6).failures
+        assert "× the mean" not in failure.message

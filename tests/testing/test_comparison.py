@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+import sys
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook
 from gradcomp.testing import RecordedWorkload, Workload, compare
 from gradcomp.testing.__main__ import main
+from tests.programs import refusal
 from tests.testing import compressors
 from tests.testing.averaging import done
 from tests.tolerances import ONE_STEP
@@ -67,6 +69,18 @@ def test_the_table_and_csv(capsys):
         "gradients  hook  bytes/element  summed  error  cosine  energy      δ  δ ±  ω  ω ±",
         "given      half              2   0.923  0.923   0.385   0.148  0.148    0  0    0",
     ]
+
+
+def test_the_picture(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    table = compare(HALF, (tensor for tensor in (normal(4), None)), steps=1)  # any iterable
+    table.plot(tmp_path / "errors.svg")
+    assert "<svg" in (tmp_path / "errors.svg").read_text()
+    names = ["tests.testing.averaging:first_element_lost", "--steps", "1", "--plot"]
+    assert "Format 'foo' is not supported" in refusal(capsys, main, ["compare", *names, "errors.foo"])
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install 'gradcomp\\[plot\\]'"):
+        table.plot(tmp_path / "errors.svg")
 
 
 def test_hooks_that_do_not_compress():

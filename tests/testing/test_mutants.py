@@ -91,6 +91,10 @@ def not_orthonormal(_):
     return lambda plan: None
 
 
+def another_q_on_each_rank(random):
+    return lambda plan, seed: random(plan, seed + dist.get_rank())
+
+
 def stale_p(reconstruct):
     def replacement(stack, buffer):
         fresh = stack.p.clone()
@@ -156,6 +160,7 @@ PLANTED = [
     (POWER_SGD, (f"{PLAN}.project", sum_for_mean), "averages"),
     (POWER_SGD, (f"{PLAN}.back_project", divided_twice), "exact_up_to_rank"),
     (POWER_SGD, (f"{PLAN}.orthonormalize", not_orthonormal), "contraction"),
+    (POWER_SGD, (f"{PLAN}._random", another_q_on_each_rank), "rank_permutation"),
     (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", stale_p), "held_back_comes_out"),
     (RANK_1, (f"{MATRIX_GROUP}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
     (RANK_16, (f"{MATRIX_GROUP}.reconstruct", stale_p_where_rows_are_odd), "contraction"),
@@ -198,9 +203,12 @@ PLANTED_IN_AVERAGES = [
     (wrong_averages.EveryTwentyFifthStepWithoutRank1, "averages"),
     (wrong_averages.StaleAverages, "averages"),
     (wrong_averages.ErrorForgottenLate, "held_back_comes_out"),
+    (wrong_averages.SumsInInt8, "held_back_comes_out"),
     (wrong_averages.OnePercentTooLarge, "averages"),
     (wrong_averages.RescaledTooLittle, "unbiased"),
     (wrong_averages.RescaledIn20Steps, "unbiased"),
+    (wrong_averages.OneCoin, "variance"),
+    (wrong_averages.MasksUsedTwice, "variance"),
     (wrong_averages.NoLevelAtZero, "zero_stays_zero"),
     (wrong_averages.Dithered, "zero_stays_zero"),
 ]

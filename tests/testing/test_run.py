@@ -1,6 +1,7 @@
 """run_hook runs a hook as DDP does, and its measurements are right."""
 
 import gc
+from operator import attrgetter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.testing import RankError, Workload, claims_of, run_hook
 from gradcomp.testing.run import CheckpointError, reload, tensors_in
+from tests.testing import compressors
 from tests.testing.averaging import done
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -162,28 +164,10 @@ def test_tensors_in_a_state():
     gc.collect()
 
 
-class Halves:
-    """A compressor that sends half of gradient + error."""
-
-    def __init__(self, process_group):
-        self.errors = {}
-
-
-def half_hook(state, bucket):
-    total = bucket.buffer() + state.errors.get(bucket.index(), 0)
-    state.errors[bucket.index()] = total / 2
-    work = dist.all_reduce(total / (2 * dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def errors_of_halves(state):
-    return state.errors
-
-
 def test_the_same_on_gloo():
-    options = {"errors_of": errors_of_halves, "checkpoint_at": 1, "safe_checkpoint": False}
-    simulated = run_hook(half_hook, Halves, WORKLOAD, **options)
-    real = run_hook(half_hook, Halves, WORKLOAD, ranks="gloo", **options)
+    options = {"errors_of": attrgetter("errors"), "checkpoint_at": 1, "safe_checkpoint": False}
+    simulated = run_hook(compressors.hook, compressors.Halves, WORKLOAD, **options)
+    real = run_hook(compressors.hook, compressors.Halves, WORKLOAD, ranks="gloo", **options)
     for step in range(3):
         for rank in range(2):
             for one, other in ((simulated.outputs, real.outputs), (simulated.errors, real.errors)):

@@ -9,7 +9,7 @@ from gradcomp.testing.__main__ import main
 from tests.depth import everyday
 from tests.programs import refusal
 from tests.testing import wrong_hooks
-from tests.testing.compressors import RandomK, TopK, hook
+from tests.testing.compressors import TopK, hook
 from tests.testing.right_hooks import RIGHT
 from tests.testing.wrong_hooks import FINDERS, WRONG
 
@@ -70,28 +70,3 @@ def test_a_wrong_claim_is_named():
     (failure,) = check_hook(hook, TopK, max_examples=3, claims=claims, only=["contraction"]).failures
     assert failure.message.startswith("contraction: claimed contraction 0.9; got 0.")
     assert "If that is intended, claim contraction=None: dataclasses.replace(claims_of(" in failure.message
-
-
-def test_a_test_to_copy_fails_without_the_kit(tmp_path, run_ranks):
-    """It runs here in processes that are started sooner than its own."""
-    report = check_hook(
-        hook, wrong_hooks.DividedByTwo, world_size=3, max_examples=2, only=["held_back_comes_out"]
-    )
-    (failure,) = report.failures
-    assert "The same without gradcomp.testing:" in str(report)
-    assert "gradcomp.testing" not in failure.test
-    assert len([line for line in failure.test.splitlines() if line]) <= 14
-    with pytest.raises(AssertionError, match="AssertionError"):
-        run_ranks(run_copied, 3, failure.test)
-    run_ranks(
-        run_copied, 3, failure.test.replace("DividedByTwo", "RandomK").replace("wrong_hooks", "compressors")
-    )
-    assert RandomK.__module__ == "tests.testing.compressors"
-
-
-def run_copied(rank, text):
-    """Run the function `check` of a copied test in a group that exists already."""
-    text = "\n".join(line for line in text.splitlines() if "init_process_group" not in line)
-    scope = {}
-    exec(text, scope)
-    scope["check"](rank, "")

@@ -8,12 +8,16 @@ from tests.testing.compressors import Average, Int8, OwnRandomK, TopK, UnbiasedR
 # In some shapes.
 
 
+def transpose_squares(bucket):
+    for average in bucket.gradients():
+        if average.dim() == 2 and average.shape[0] == average.shape[1] >= 8:
+            average.copy_(average.t().clone())
+
+
 class SquaresTransposed(Average):
     def average(self, bucket):
         super().average(bucket)
-        for average in bucket.gradients():
-            if average.dim() == 2 and average.shape[0] == average.shape[1] >= 8:
-                average.copy_(average.t().clone())
+        transpose_squares(bucket)
 
 
 class RowOverwritten(Average):
@@ -52,9 +56,7 @@ class TopKOfSquaresTransposed(TopK):
 
     def start(self, bucket):
         future = super().start(bucket)
-        for average in bucket.gradients():
-            if average.dim() == 2 and average.shape[0] == average.shape[1] >= 8:
-                average.copy_(average.t().clone())
+        transpose_squares(bucket)
         return future
 
 
@@ -112,7 +114,19 @@ class ErrorForgottenLate(TopK):
         return super().total(gradient, torch.zeros_like(error) if self.step % 25 == 24 else error)
 
 
-# In size.
+# In size or noise.
+
+
+class SumsInInt8(Int8):
+    """Codes up to 15 are summed in 8 bits, which overflow from nine ranks on."""
+
+    def compress(self, total):
+        level = total.abs().amax() / 15
+        dist.all_reduce(level, dist.ReduceOp.MAX, group=self.process_group)
+        codes = (total / level.clamp(min=1e-30)).round().to(torch.int8)
+        sent = codes * level
+        dist.all_reduce(codes, group=self.process_group)
+        return codes * level / self.process_group.size(), sent
 
 
 class OnePercentTooLarge(Average):
@@ -131,6 +145,18 @@ class RescaledTooLittle(OwnRandomK):
 class RescaledIn20Steps(UnbiasedRandomK):
     def scale(self, numel, k):
         return numel / k if self.step < 20 else 1.0
+
+
+class OneCoin(UnbiasedRandomK):
+    """All elements are sent, times 2, or none."""
+
+    def exchange(self, flat, sent, scale):
+        super().exchange(flat, range(len(flat)), 2.0 * bool(sent[0] % 2))
+
+
+class MasksUsedTwice(UnbiasedRandomK):
+    def seed(self, tensor):
+        return self.step // 2 * 10_000 + tensor
 
 
 # In zeros.

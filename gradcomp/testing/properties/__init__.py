@@ -11,7 +11,7 @@ Raises PropertyFailure if the property fails on this workload: the message has t
 value, and the rank, step and tensor. Raises RankError if the hook doesn't finish.
 """
 
-from .accuracy import averages, contraction, exact_up_to_rank, unbiased, zero_stays_zero
+from .accuracy import averages, contraction, exact_up_to_rank, unbiased, variance, zero_stays_zero
 from .memory import (
     bounded_memory,
     checkpoint_round_trip,
@@ -50,6 +50,7 @@ __all__ = [  # noqa: RUF022
     "tracks_the_mean",
     "no_error_where_exact",
     "unbiased",
+    "variance",
     "scale_equivariant",
     "rank_permutation",
     "bucket_insensitive",

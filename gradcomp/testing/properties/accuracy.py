@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import NormalDist
@@ -13,8 +13,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp.testing.claims import FALSE_ALARM, Claims, Tolerance, lines, unit_roundoff
-from gradcomp.testing.run import Output, Place, Run
+from gradcomp.testing.claims import FALSE_ALARM, PROBE, Claims, Tolerance, lines, unit_roundoff
+from gradcomp.testing.run import Output, Run
 from gradcomp.testing.workload import Workload
 
 from .subject import (
@@ -45,7 +45,6 @@ ROUNDINGS_OF_A_STEP = 8
     unclaimed=lambda claims: "lossy" if claims.is_lossy and not (claims.start or claims.exact_shapes) else "",
     listed=lambda drawn: drawn.listed("ties", "four", "five", "various", "long", "sixteen", "bf16"),
     measure="error / tolerance ≤",
-    copyable=True,
 )
 def averages(subject: Subject, workload: Workload) -> Iterator[float]:
     """Every output is the float64 mean of the ranks' gradients, within rounding.
@@ -116,7 +115,7 @@ def _is_plain(claims: Claims, workload: Workload, step: int, index: int) -> bool
 
 @property_of(
     "keeps_zeros",
-    workloads=lambda drawn: [drawn.any(masked=0.5)],
+    workloads=lambda drawn: drawn.any(masked=0.5),
     listed=lambda drawn: drawn.listed("various", "long", masked=0.5),
 )
 def zero_stays_zero(subject: Subject, workload: Workload) -> None:
@@ -224,7 +223,6 @@ class BucketSteps:
     """The means, outputs and held-back errors of a bucket on a rank, from the first compressed step on.
 
     name: rank, bucket and tensors, for messages.
-    indices: the bucket's tensors.
     means, outputs: [step, element], the ranks' mean gradients, and the hook's averages on this rank.
     held: [steps + 1, element]; held[i] is Σ means − Σ outputs before step i: the mean of the ranks' errors.
     rounding: [steps + 1], the rounding error allowed at an element of held. Every step adds 8 u times the
@@ -232,8 +230,6 @@ class BucketSteps:
     """
 
     name: str
-    rank: int
-    indices: tuple[int, ...]
     means: Tensor
     outputs: Tensor
     held: Tensor
@@ -260,26 +256,18 @@ class BucketSteps:
                 ]
                 rounding = [0.0, *accumulate(lost)]
                 name = f"rank {rank}, bucket {bucket} with tensors {list(indices)}"
-                yield cls(name, rank, indices, means, outputs, held, rounding)
+                yield cls(name, means, outputs, held, rounding)
 
 
-def place_in(numels: Iterable[int], element: int) -> tuple[int, int]:
-    """Return which of the joined tensors holds an element, and the element's place in it."""
-    starts = [0, *accumulate(numels)]
-    position = bisect(starts, element) - 1
-    return position, element - starts[position]
-
-
-# The most compressed steps that `unbiased` runs, on all ranks together, and elements of these steps.
-NUM_STEPS, NUM_STEPS_OF_RANKS, NUM_ELEMENTS = 512, 2048, 1 << 22
+# The most compressed steps that `unbiased` runs, its calls of the hook, and elements of these steps.
+NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 2048, 1 << 22
 
 
 @property_of(
     "unbiased",
-    workloads=lambda drawn: [drawn.any(max_numel=64, num_tensors=(1, 2), noise=st.sampled_from((0.1, 1.0)))],
+    workloads=lambda drawn: drawn.any(max_numel=64, num_tensors=(1, 2), noise=st.sampled_from((0.1, 1.0))),
     listed=lambda drawn: drawn.listed("probed", "ties", "four", "five", "long", "large", "sixteen", "bf16"),
     fraction=0.3,
-    copyable=True,
     measure="t ≤",
 )
 def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
@@ -292,26 +280,19 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
 
         t = mean(⟨output − mean, d⟩) / (their standard deviation / √n)
 
-    The property fails if t is above a quantile of Student's distribution of n − 1 degrees of freedom
-    (Abramowitz and Stegun 26.7.5): an unbiased hook with a probability of about 1e-6. A bias within rounding
-    is allowed.
+    The property fails if t is above a quantile of Student's distribution of n − 1 degrees of freedom: an
+    unbiased hook with a probability of about 1e-6. A bias within rounding is allowed.
 
     Yields t.
     """
     claims = subject.claims
-    numel = workload.numel(*range(len(workload.shapes)))
-    num_steps = min(NUM_STEPS, NUM_STEPS_OF_RANKS // workload.world_size, NUM_ELEMENTS // numel) // 4 * 4
-    workload = replace(workload, drift=1.0, period=2, steps=claims.start + num_steps, zero_steps=0)
-    run = subject.finite_run(workload)
-    steps = range(claims.start, workload.steps)
-    means = [tensor for step in steps[:2] for tensor in workload.mean(step)]
-    mean = flat(means)
+    workload, means, outputs = _in_turn(subject, workload)
+    num_pairs, mean = len(outputs), flat(means)
     # Tensors may differ by orders of magnitude: each is divided by its own rms.
     unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in means])
-    outputs = torch.stack([flat(run.outputs[step][0]) for step in steps])
-    draws = (outputs.view(num_steps // 2, -1) - mean) / unit
+    draws = (outputs - mean) / unit
     generator = torch.Generator().manual_seed(0)
-    shuffled = torch.randperm(len(draws), generator=generator, dtype=torch.int64, device="cpu")
+    shuffled = torch.randperm(num_pairs, generator=generator, dtype=torch.int64, device="cpu")
     first, second = draws[shuffled].chunk(2)
     direction = first.mean(0)
     sums = second @ (direction / direction.norm().clamp(min=1e-300))
@@ -322,19 +303,94 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
         yield 0.0
         return
     t = bias / max(float(sums.std()) / math.sqrt(n), 1e-300)
-    z = NormalDist().inv_cdf(1 - FALSE_ALARM)
-    limit = z + (z**3 + z) / (4 * (n - 1))
+    limit = _most_by_chance(n)
     if t > limit:
         average = mean + draws.mean(0) * unit
         worst = int(draws.mean(0).abs().argmax())
-        position, element = place_in(map(torch.numel, means), worst)
+        starts = [0, *accumulate(map(torch.numel, means))]
+        position = bisect(starts, worst) - 1
         turn, index = divmod(position, len(workload.shapes))
-        expected, got = (float(each[worst]) * num_steps / 2 for each in (mean, average))
-        where = f"the {('first', 'second')[turn]} one, {workload.where(index)}, element {element}"
+        element = f"{workload.where(index)}, element {worst - starts[position]}"
+        where = f"the {('first', 'second')[turn]} one, {element}"
         raise PropertyFailure(
-            f"over {num_steps} steps with two gradients in turn, {where}: expected "
+            f"over {2 * num_pairs} steps with two gradients in turn, {where}: expected "
             f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
-            f"{t:.3g}, allowed {limit:.3g}",
-            Place(0, steps[turn::2], index, element, expected, got, period=2),
+            f"{t:.3g}, allowed {limit:.3g}"
         )
     yield t
+
+
+def _in_turn(subject: Subject, workload: Workload) -> tuple[Workload, list[Tensor], Tensor]:
+    """Run the hook on two gradients in turn.
+
+    Returns the workload, the two gradients' means, tensor by tensor, and rank 0's outputs of each pair of
+    compressed steps: [pairs, elements of both gradients] in float64.
+    """
+    start, numel = subject.claims.start, workload.numel(*range(len(workload.shapes)))
+    calls_of_a_step = workload.world_size * len(workload.buckets)
+    num_steps = max(8, min(NUM_STEPS, NUM_CALLS // calls_of_a_step, NUM_ELEMENTS // numel) // 4 * 4)
+    workload = replace(workload, drift=1.0, period=2, steps=start + num_steps, zero_steps=0)
+    run = subject.finite_run(workload)
+    means = [tensor for step in (start, start + 1) for tensor in workload.mean(step)]
+    outputs = torch.stack([flat(by_rank[0]) for by_rank in run.outputs[start:]])
+    return workload, means, outputs.view(num_steps // 2, -1)
+
+
+def _most_by_chance(num_draws: int) -> float:
+    """Return Student's quantile at 1 − FALSE_ALARM, by Abramowitz and Stegun 26.7.5."""
+    z = NormalDist().inv_cdf(1 - FALSE_ALARM)
+    return z + (z**3 + z) / (4 * (num_draws - 1))
+
+
+# The most of the noise that may be common to all elements, or to a step and the next one; and the number of
+# elements from which this is checked: noise of few elements has few directions.
+SHARED_NOISE, LEAST_ELEMENTS = 0.5, 64
+
+
+@property_of(
+    "variance",
+    unclaimed=lambda claims: "" if claims.unbiased else "unbiased is False",
+    workloads=lambda drawn: None,
+    listed=lambda drawn: [
+        *drawn.listed("probed", masked=PROBE.masked, noise=0.1),  # ω may depend on the gradients
+        *drawn.listed("probed", masked=PROBE.masked, world=2),
+    ],
+    measure="ω ≤",
+)
+def variance(subject: Subject, workload: Workload) -> Iterator[float]:
+    """E‖C(x) − x‖² ≤ ω ‖x‖², and random numbers are not used again for other elements, or in the next step.
+
+    ω is claims.variance (Alistarh et al., QSGD, NeurIPS 2017, lemma 3.1). C(x) is the output, x the mean, and
+    ‖x‖² the ranks' mean. Steps are those of `unbiased`; the mean over them may be above ω by chance with a
+    probability of about 1e-6.
+
+    Noise that all elements share, as of one coin for a whole tensor, has the variance of independent noise,
+    but moves all weights together: at most half of Σ‖noise‖² may be in one direction. And the noise of
+    an element in one step may have a correlation of at most a half, on average over the elements, with its
+    noise in the next step, which `unbiased` takes for independent. Both are checked from 64 elements on.
+
+    Yields ω.
+    """
+    claimed = subject.claims.variance
+    assert claimed is not None
+    workload, means, outputs = _in_turn(subject, workload)
+    start, num_pairs = subject.claims.start, len(outputs)
+    size = sum(t.square().sum() for i in (0, 1) for t in workload.stacked(start + i)) / workload.world_size
+    found = (outputs - flat(means)).square().sum(1) / float(size)
+    by_chance = _most_by_chance(num_pairs) * float(found.std()) / math.sqrt(num_pairs)
+    over = f"over {2 * num_pairs} steps with two gradients in turn"
+    if found.mean() > claimed + by_chance:
+        raise PropertyFailure(f"got ω = {found.mean():.3g} {over}; chance explains {by_chance:.2g} more")
+    one, other = (outputs - outputs.mean(0)).chunk(2, dim=1)
+    norms = one.norm(dim=0) * other.norm(dim=0)
+    shared = {
+        "all elements": torch.linalg.matrix_norm(one, 2) ** 2 / one.square().sum(),
+        "a step and the next one": ((one * other).sum(0).abs() / norms.clamp(min=1e-300)).mean(),
+    }
+    for whose, share in shared.items() if one.shape[1] >= LEAST_ELEMENTS else ():
+        if share > SHARED_NOISE and found.mean() > subject.claims.unit_roundoff(workload.dtype):
+            raise PropertyFailure(
+                f"{over}: {whose} share {share:.0%} of the noise, at most {SHARED_NOISE:.0%} expected: "
+                "each element needs random numbers of its own in every step"
+            )
+    yield float(found.mean())

@@ -9,10 +9,9 @@ from dataclasses import replace
 import torch
 
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.run import Place, Run
 from gradcomp.testing.workload import Workload
 
-from .accuracy import BucketSteps, place_in
+from .accuracy import BucketSteps
 from .subject import (
     PropertyFailure,
     Subject,
@@ -30,12 +29,8 @@ SMALL_TENSORS = 4096
 def _declined(subject: Subject, workload: Workload) -> str:
     """Return how to decline error_feedback: also by tracks, if the hook tracks a multiple of the mean."""
     text = "error_feedback=False"
-    try:
-        few = [replace(workload, shapes=(shape,), buckets=(), noise=1.0) for shape in ((8, 9), (7,))]
-        factor, left = max(fitted(*sums(*steady_run(subject, each))) for each in few)
-    except (PropertyFailure, RankError):
-        return text
-    if left <= TRACKED_WITH_MOMENTUM_WITHIN * factor:
+    factor, off = subject.multiple_of_mean(workload)
+    if off <= TRACKED_WITH_MOMENTUM_WITHIN:
         text += f" or tracks={factor:.2g} (EF21, momentum, errors that decay)"
     return text + ". Are errors kept by bucket index? DDP rearranges its buckets once" * workload.rearranged
 
@@ -48,7 +43,7 @@ STUCK = 1 / 16
     "error_feedback",
     unclaimed=lambda claims: "" if claims.tracks is None else f"tracks is {claims.tracks:g}",
     declined=_declined,
-    workloads=lambda drawn: [drawn.flushed()],
+    workloads=lambda drawn: drawn.flushed(),
     listed=lambda drawn: map(
         drawn.with_zeros,
         [
@@ -58,7 +53,6 @@ STUCK = 1 / 16
     ),
     fraction=0.5,
     measure="still held at the end ≤",
-    copyable=True,
 )
 def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]:
     """Each element that is held back is output in later steps with zero gradients.
@@ -91,15 +85,11 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
             if stuck.any():
                 worst = int(torch.where(stuck, held.abs(), 0).argmax())
                 expected, got = (float(each[:, worst].sum()) for each in (bucket.means, bucket.outputs))
-                position, element = place_in(map(workload.numel, bucket.indices), worst)
-                steps = range(claims.start, workload.num_steps)
-                place = Place(bucket.rank, steps, bucket.indices[position], element, expected, got)
                 raise PropertyFailure(
                     f"step {workload.num_steps - 1}, {bucket.name}, element {worst} of the bucket: expected "
                     f"Σ outputs = Σ mean gradients = {expected:.6g}, off by at most {rounding:.3g}; got "
                     f"{got:.6g}, and in the last {last} steps, with zero gradients, only "
-                    f"{float(out[worst]):.3g} came out; {int(stuck.sum())} of {numel} elements are stuck",
-                    place,
+                    f"{float(out[worst]):.3g} came out; {int(stuck.sum())} of {numel} elements are stuck"
                 )
         norms, rounding = bucket.held.norm(dim=1).tolist(), rounding * math.sqrt(numel)
         before, after = norms[-1 - workload.zero_steps], norms[-1]
@@ -125,7 +115,7 @@ TRACKED_WITHIN, TRACKED_WITH_MOMENTUM_WITHIN = 0.1, 0.4
 
 @property_of(
     "tracks",
-    workloads=lambda drawn: [drawn.any(max_numel=64, num_tensors=(1, 2))],
+    workloads=lambda drawn: drawn.any(max_numel=64, num_tensors=(1, 2)),
     listed=lambda drawn: drawn.listed("twins", "four", "sixteen"),
     fraction=0.5,
     measure="off by",
@@ -139,24 +129,18 @@ def tracks_the_mean(subject: Subject, workload: Workload) -> Iterator[float]:
 
     Yields the difference as a fraction of ‖c · Σ means‖; nothing for zero gradients.
     """
-    tracks = subject.claims.tracks
+    claims, numel = subject.claims, workload.numel(*range(len(workload.shapes)))
+    tracks, start = claims.tracks, claims.start
     assert tracks is not None
-    run, first = steady_run(subject, workload)
-    mean, output = sums(run, first)
+    first = start + min(max(32, claims.steps_until_sent(numel)), 320)
+    steady = replace(workload, drift=0.0, steps=2 * first - start, zero_steps=0)
+    mean, output = sums(subject.finite_run(steady), first)
     if mean.any():
         factor = min(max(fitted(mean, output)[0], min(1.0, tracks)), max(1.0, tracks))
-        where, whose = f"steps {first} to {run.workload.steps - 1}, rank 0", f"{factor:g} × Σ means"
+        where, whose = f"steps {first} to {steady.steps - 1}, rank 0", f"{factor:g} × Σ means"
         within = TRACKED_WITHIN if tracks == 1 else TRACKED_WITH_MOMENTUM_WITHIN
         allowed = within * abs(factor) * float(mean.norm())
         yield require_close_in_norm(where, factor * mean, output, allowed, whose) * within
-
-
-def steady_run(subject: Subject, workload: Workload) -> tuple[Run, int]:
-    """Run the hook on gradients that stay the same. Returns the step from which it has settled, too."""
-    claims, numel = subject.claims, workload.numel(*range(len(workload.shapes)))
-    settled = claims.start + min(max(32, claims.steps_until_sent(numel)), 320)
-    steady = replace(workload, drift=0.0, steps=2 * settled - claims.start, zero_steps=0)
-    return subject.finite_run(steady), settled
 
 
 @property_of(
@@ -180,7 +164,7 @@ def no_error_where_exact(subject: Subject, workload: Workload) -> None:
             )
 
 
-@property_of("checkpoint", workloads=lambda drawn: [drawn.any(extra_steps=4)])
+@property_of("checkpoint", workloads=lambda drawn: drawn.any(extra_steps=4))
 def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
     """A run that saves and loads its state half way has the same bits as a run without the checkpoint.
 

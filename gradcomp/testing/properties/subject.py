@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from textwrap import shorten
@@ -14,15 +15,16 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
-from gradcomp.testing.claims import AVERAGES_WITHIN, Claims, claims_of
+from gradcomp.testing.claims import Claims, claims_of
 from gradcomp.testing.ranks import RankError, in_unguarded_script, run_ranks
 from gradcomp.testing.ranks.processes import GUARD
-from gradcomp.testing.run import MakeState, Output, Place, Ranks, Run, run_hook
+from gradcomp.testing.run import MakeState, Ranks, Run, run_hook
 from gradcomp.testing.strategies import Drawn
 from gradcomp.testing.workload import Workload
 
 # The most runs that are kept, and the most steps of each.
 MOST_KEPT, SHORT_STEPS = 256, 8
+STEADY = Workload(((8, 9), (7,)), steps=32, noise=1.0, zero_steps=48)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Subject:
     """A hook under test.
 
     given: the hook's claims; if None, claims_of infers them on this device.
+    deadline: the time, of time.monotonic(), at which runs should be done.
     """
 
     hook: Hook
@@ -37,11 +40,16 @@ class Subject:
     given: Claims | None
     ranks: Ranks
     device: str
+    deadline: float = math.inf
     _runs: dict[Any, Run] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _pace_s: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
-        return name_of(self.hook)
+        """The name of the hook: a function, a partial of one, or an object of a class."""
+        hook: Any = self.hook
+        named = hook if hasattr(hook, "__qualname__") else getattr(hook, "func", type(hook))
+        return str(named.__qualname__)
 
     @cached_property
     def claims(self) -> Claims:
@@ -51,12 +59,20 @@ class Subject:
         """Run the hook on this workload; for options see run_hook.
 
         Properties draw the same workloads, so the last short runs are kept: don't write to them.
+
+        Raises TooSlow if the run would end after the deadline, at the pace of the fastest one.
         """
         key = workload, schedule, *options.items()
         run = self._runs.pop(key, None)
         if run is None:
+            num_buckets = sum(len(workload.buckets_in(step)) for step in range(workload.num_steps))
+            num_calls, begin = num_buckets * workload.world_size * workload.groups, time.monotonic()
+            pace_s = min(self._pace_s, default=0.0)
+            if begin + num_calls * pace_s > self.deadline:
+                raise TooSlow(f"too slow: a call of the hook takes {pace_s:.2g} s")
             options |= {"ranks": self.ranks, "schedule": schedule}
             run = run_hook(self.hook, self.make_state, workload, **options)
+            self._pace_s.append((time.monotonic() - begin) / num_calls)
         if workload.num_steps <= SHORT_STEPS:
             self._runs[key] = run
         if len(self._runs) > MOST_KEPT:
@@ -67,7 +83,7 @@ class Subject:
         """Return whether the hook completes on this workload."""
         try:
             return bool(self.run(workload))
-        except RankError:
+        except (RankError, TooSlow):
             return False
 
     def finite_run(self, workload: Workload, **options: Any) -> Run:
@@ -86,25 +102,23 @@ class Subject:
             return shorten(f"no processes: {str(error).strip().splitlines()[-1]}", 90, placeholder="…")
         return ""
 
-    def multiple_of_mean(self, workload: Workload) -> float | None:
-        """Find the factor c ≠ 1 with outputs = c · means, such as 2.0 for a sum; None if there is none.
+    def multiple_of_mean(self, workload: Workload) -> tuple[float, float]:
+        """Find the factor c for which Σ outputs is nearest to c · Σ means, such as 2 for a sum of two ranks.
 
-        The hook is run on a few tensors, with this workload's ranks, dtype and device. Zero gradients at the
-        end bring out held-back errors. ‖outputs − c · means‖, summed over the steps, may be at most 5 % of
-        ‖c · means‖, and a tenth of ‖(c − 1) · means‖. c has 2 digits, or 4 if these are needed.
+        The hook is run on a matrix and a vector, with this workload's ranks, dtype and device. Gradients stay
+        the same, then zeros bring out held-back errors. Returns the larger c, and the larger
+        ‖Σ outputs − c · Σ means‖ / ‖c · Σ means‖: inf if the hook fails.
         """
-        few = Workload(((8, 9), (5,)), steps=self.claims.start + 4, noise=1.0, drift=0.5, zero_steps=16)
-        few = replace(few, world_size=workload.world_size, dtype=workload.dtype, device=workload.device)
-        try:
-            run = self.run(few)
-        except RankError:
-            return None
-        factor, left = fitted(*sums(run, self.claims.start))
-        near = abs(factor - 1) / 10
-        if not left <= min(AVERAGES_WITHIN * abs(factor), near):
-            return None
-        shown = (float(f"{factor:.{digits}g}") for digits in (2, 4))
-        return next((each for each in shown if abs(factor - each) <= near and each != 1), None)
+        steady = replace(STEADY, steps=self.claims.start + STEADY.steps, world_size=workload.world_size)
+        steady = replace(steady, dtype=workload.dtype, device=workload.device)
+        found = []
+        for shape in steady.shapes:
+            try:
+                run = self.run(replace(steady, shapes=(shape,), buckets=()))
+            except (RankError, TooSlow):
+                return 1.0, math.inf
+            found.append(fitted(*sums(run, self.claims.start)))
+        return max(factor for factor, _ in found), max(left / max(abs(c), 1e-300) for c, left in found)
 
 
 def sums(run: Run, first_step: int) -> tuple[Tensor, Tensor]:
@@ -118,12 +132,6 @@ def fitted(mean: Tensor, output: Tensor) -> tuple[float, float]:
     """Return the factor c for which ‖output − c · mean‖ is smallest, and this norm / ‖mean‖."""
     factor = float(mean @ output / mean.square().sum())
     return factor, float((output - factor * mean).norm() / mean.norm())
-
-
-def name_of(hook: Hook) -> str:
-    """Return the name of a hook: a function, a partial of one, or an object of a class."""
-    named: Any = hook if hasattr(hook, "__qualname__") else getattr(hook, "func", type(hook))
-    return str(named.__qualname__)
 
 
 def _found(rank: int, process_group: Any, hook: Hook, make_state: MakeState) -> None:
@@ -145,25 +153,23 @@ class Property:
     check(subject, workload): yields measured values, if any. Raises PropertyFailure if the property fails.
     claim: the field of Claims that promises the property; "" if every hook has to have it.
     unclaimed(claims): another reason why the property doesn't apply to a hook; "" if there is none.
-    workloads(drawn), listed(drawn): strategies that draw workloads, and further workloads to try.
+    workloads(drawn), listed(drawn): the strategy that draws workloads, if any, and further workloads to try.
     fraction: the fraction of max_examples to draw; less than 1 for expensive properties.
     declined: how a hook declines the claim, as text or declined(subject, workload).
     measure, worst(values): the name of the measured value, and the worst one.
     explains: the exceptions that other properties raise if this one fails.
-    copyable: whether the sum of an element's averages in a plain run shows the failure.
     """
 
     check: Check
     claim: str = ""
     unclaimed: Callable[[Claims], str] | None = None
-    workloads: Callable[[Drawn], Sequence[SearchStrategy[Workload]]] = lambda drawn: [drawn.any()]
+    workloads: Callable[[Drawn], SearchStrategy[Workload] | None] = lambda drawn: drawn.any()
     listed: Callable[[Drawn], Iterable[Workload]] = lambda drawn: ()
     fraction: float = 1.0
     declined: str | Callable[[Subject, Workload], str] = ""
     measure: str = ""
     worst: Callable[[list[float]], float] = max
     explains: tuple[type[AssertionError], ...] = ()
-    copyable: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", self.check.__doc__)
@@ -221,11 +227,11 @@ def property_of(claim: str = "", **search: Any) -> Callable[[Check], Property]:
 
 
 class PropertyFailure(AssertionError):  # noqa: N818
-    """The hook claims a property that fails on this workload. place: an element that shows it, if any."""
+    """The hook claims a property that fails on this workload."""
 
-    def __init__(self, message: str, place: Place | None = None) -> None:
-        super().__init__(message)
-        self.place = place
+
+class TooSlow(Exception):  # noqa: N818
+    """There is no time left for a run."""
 
 
 class NonFiniteFailure(PropertyFailure):
@@ -243,36 +249,29 @@ def require_finite(run: Run, first_step: int = 0) -> None:
             )
 
 
-def require_same(where: Output, expected: Tensor, got: Tensor, whose: str) -> None:
-    """Raise PropertyFailure unless all elements are equal; NaN equals NaN."""
-    same = (expected == got) | (expected.isnan() & got.isnan())
-    if not same.all():
-        i = int((~same).flatten().nonzero()[0])
-        raise PropertyFailure(
-            f"{where}, element {i}: expected {expected.flatten()[i].item()!r} ({whose}), got "
-            f"{got.flatten()[i].item()!r}; {int((~same).sum())} of {got.numel()} elements differ",
-            where.place(i, expected, got),
-        )
-
-
 def require_same_outputs(expected: Run, got: Run, whose: str) -> None:
     """Raise PropertyFailure unless all outputs of two runs have the same bits."""
     for one, other in zip(expected.each_output(), got.each_output(), strict=True):
-        require_same(other, one.average, other.average, whose)
+        require_close(other, one.average, other.average, 0.0, whose)
 
 
-def require_close(where: Output, expected: Tensor, got: Tensor, allowed: Tensor, whose: str) -> float:
-    """Compute the largest |got − expected| / allowed. Raises PropertyFailure if it is above 1."""
+def require_close(where: object, expected: Tensor, got: Tensor, allowed: Tensor | float, whose: str) -> float:
+    """Compute the largest |got − expected| / allowed. Raises PropertyFailure if it is above 1.
+
+    Equal elements are off by 0, also inf and NaN.
+    """
     if not got.numel():
         return 0.0
-    off, limit = (got.double() - expected.double()).abs().flatten(), allowed.flatten()
-    ratio = torch.where(off <= limit, off / limit.clamp(min=1e-300), off / limit).nan_to_num(math.inf)
+    same = (expected == got) | (expected.isnan() & got.isnan())
+    off = torch.where(same, 0.0, got.double() - expected.double()).abs().flatten()
+    limit = torch.as_tensor(allowed).expand_as(got).flatten()
+    ratio = torch.where(off == 0, 0.0, off / limit).nan_to_num(math.inf)
     worst = int(ratio.argmax())
     if ratio[worst] > 1:
         raise PropertyFailure(
             f"{where}, element {worst}: expected {expected.flatten()[worst].item():.9g} ({whose}), "
-            f"got {got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}",
-            where.place(worst, expected, got),
+            f"got {got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}; "
+            f"{int((ratio > 1).sum())} of {len(ratio)} elements"
         )
     return float(ratio[worst])
 

@@ -11,7 +11,6 @@ from gradcomp.testing.ranks.simulation import CollectiveMismatch, RankError, Sim
 __all__ = ["CollectiveMismatch", "RankError", "in_unguarded_script", "run_ranks"]
 
 _pool = Pool()
-start_processes = _pool.start
 
 
 def run_ranks(

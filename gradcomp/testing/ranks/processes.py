@@ -78,7 +78,6 @@ class Pool:
     def __init__(self, context: _Context | None = None) -> None:
         self._context: _Context = context or multiprocessing.get_context("spawn")
         self._ranks: list[_Rank] = []
-        self._starting: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_jobs = 0
         self._one_at_a_time = threading.Lock()
@@ -109,17 +108,11 @@ class Pool:
                 raise RankError(report)
             return [outcomes[rank][1] for rank in ranks]
 
-    def start(self, world_size: int) -> None:
-        """Start the processes of as many ranks, and don't wait for them."""
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory()
-        while len(self._ranks) < world_size:
-            self._ranks.append(_Rank(len(self._ranks), Path(self._folder.name), self._context))
-            self._starting.append(self._ranks[-1])
-
     def _ready(self, world_size: int) -> list[_Rank]:
-        self.start(world_size)
-        starting, self._starting = self._starting, []
+        self._folder = self._folder or tempfile.TemporaryDirectory()
+        num_started, folder = len(self._ranks), Path(self._folder.name)
+        self._ranks.extend(_Rank(number, folder, self._context) for number in range(num_started, world_size))
+        starting = self._ranks[num_started:]
         if not _succeeded(starting, _collect(starting, _START_TIMEOUT_S)):
             raise RankError(
                 "the processes of ranks='gloo' did not start. They import the program's main module: a "
@@ -131,7 +124,7 @@ class Pool:
         """Kill all processes. The next call of `run` starts new ones."""
         for rank in self._ranks:
             rank.kill()
-        self._ranks, self._starting = [], []
+        self._ranks = []
         if self._folder is not None:
             self._folder.cleanup()
         self._folder = None

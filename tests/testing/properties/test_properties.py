@@ -13,10 +13,13 @@ from gradcomp.hooks import default_hooks
 from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, claims_of, properties, strategies
 from tests.depth import everyday
 from tests.testing.averaging import done
+from tests.testing.compressors import Halves
+from tests.testing.compressors import hook as compressed
 
 FP32 = Tolerance.rounding(torch.float32)
 AVERAGES = Claims(FP32, torch.float32, scale_equivariant=True, rank_symmetric=True, bucket_insensitive=True)
 LOSSY = Claims(None, torch.float32, contraction=0.0, scale_equivariant=True, rank_symmetric=True)
+UNBIASED = replace(LOSSY, unbiased=True)
 WORKLOAD = Workload(((6, 5), (3,), (8, 8)), ((2, 1), (0,)), steps=3, noise=1.0, drift=0.5, seed=3)
 
 pytestmark = pytest.mark.usefixtures("plain_torch")
@@ -37,25 +40,6 @@ def after(change):
     return lambda state, bucket: done(change(mean(bucket.buffer(), state), bucket))
 
 
-class Halves:
-    """A compressor that sends half of gradient + error and keeps the other half."""
-
-    def __init__(self, process_group=None):
-        self.errors, self.process_group = {}, process_group
-
-    def __getstate__(self):
-        return vars(self) | {"process_group": None}
-
-    def kept(self, total):
-        return total / 2
-
-    def __call__(self, bucket):
-        total = bucket.buffer() + self.errors.get(bucket.index(), 0)
-        # The error has the size of `total`, and is finite even if `total` isn't.
-        self.errors[bucket.index()] = self.kept(total).nan_to_num(0, 0, 0)
-        return done(mean(total / 2, self.process_group))
-
-
 class Forgetful(Halves):
     def kept(self, total):
         return torch.zeros_like(total)
@@ -70,10 +54,6 @@ class Hoarder(Halves):
 class LosesErrors(Halves):
     def __getstate__(self):
         return super().__getstate__() | {"errors": {}}
-
-
-def call(state, bucket):
-    return state(bucket)
 
 
 HALVES = replace(
@@ -117,7 +97,7 @@ FAILURES = [
     (
         *("replicas_identical", lambda state, bucket: done(bucket.buffer()), AVERAGES),
         r"step 0, rank 1, tensor 0 \[6, 5\] in bucket 1, element 0: expected -?[\d.]+ \(as on rank 0\), "
-        r"got -?[\d.]+; 30 of 30",
+        r"got -?[\d.]+; off by \S+, allowed 0; 30 of 30",
     ),
     (
         *("averages", local(lambda buffer: buffer * 2), AVERAGES),
@@ -141,8 +121,16 @@ FAILURES = [
     ),
     ("exact_up_to_rank", after(last_row_missing), replace(LOSSY, exact_rank=2), r"of rank ≤ 2, of norm"),
     (
-        *("unbiased", local(torch.trunc), replace(LOSSY, unbiased=True)),
+        *("unbiased", local(torch.trunc), UNBIASED),
         r"over 512 steps with two gradients in turn, the (first|second) one, tensor \d .* allowed 4.9",
+    ),
+    (
+        *("variance", local(lambda b: b * 2 * (torch.rand(b.shape) < 0.5)), replace(UNBIASED, variance=0.1)),
+        r"claimed variance 0.1; got ω = 0.[45]\d* over 512 steps .*; chance explains 0.\d+ more",
+    ),
+    (
+        *("variance", after(lambda m, b: m * 2 * (torch.rand(()) < 0.5)), replace(UNBIASED, variance=1.0)),
+        r"over 512 steps .*: all elements share \d+% of the noise, at most 50% expected",
     ),
     (
         *("averages", after(lambda m, b: m * 1.01), IN_BF16),
@@ -174,7 +162,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("name", "hook", "claims", "message"), FAILURES)
 def test_a_failure_says_where_and_what(name, hook, claims, message):
-    hook, make_state = (call, hook) if isinstance(hook, type) else (hook, None)
+    hook, make_state = (compressed, hook) if isinstance(hook, type) else (hook, None)
     workload = replace(WORKLOAD, zero_steps=40) if name == "held_back_comes_out" else WORKLOAD
     if name == "zero_stays_zero" or message.startswith("every element"):
         workload = Workload(((40, 50),), steps=2, noise=0.1, drift=1.0, masked=0.5)
@@ -190,7 +178,7 @@ def test_sound_hooks_hold_them(name):
     """Each property returns its measured value, or None if it isn't claimed."""
     check = getattr(properties, name)
     averages = check(local(lambda buffer: buffer), None, WORKLOAD, claims=AVERAGES)
-    halves = check(call, Halves, replace(WORKLOAD, zero_steps=8), claims=HALVES)
+    halves = check(compressed, Halves, replace(WORKLOAD, zero_steps=8), claims=HALVES)
     expected = {
         "averages": (lambda ratio: 0 < ratio < 1, None),
         "contraction": (None, lambda delta: delta == pytest.approx(0.75)),
@@ -206,12 +194,11 @@ def test_unbiased_hooks_are_not_failed_and_small_biases_are_found():
     def rounded(state, bucket, bias=0.0):
         return done(mean((bucket.buffer() * 2 + torch.rand(bucket.buffer().shape) + bias).floor() / 2, state))
 
-    claims = replace(LOSSY, unbiased=True)
     for seed in range(everyday(3, 8)):
         workload = Workload(((4, 4),), noise=1.0, seed=seed)
-        assert abs(properties.unbiased(rounded, None, workload, claims=claims)) < 4
+        assert abs(properties.unbiased(rounded, None, workload, claims=UNBIASED)) < 4
     with pytest.raises(PropertyFailure, match="t = "):
-        properties.unbiased(partial(rounded, bias=0.1), None, workload, claims=claims)
+        properties.unbiased(partial(rounded, bias=0.1), None, workload, claims=UNBIASED)
 
 
 @settings(max_examples=everyday(5, 100), derandomize=True, database=None)

@@ -1,15 +1,12 @@
 """Each known defect of torch's hooks is found on the smallest workload, and gradcomp's hooks lack it."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powerSGD
-from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks
 
 from gradcomp.hooks import default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
@@ -66,9 +63,3 @@ def test_torchs_fp16_hook_overflows_before_it_divides():
         with pytest.raises(PropertyFailure, match=f"got inf in {message}"):
             check(torch_default_hooks.fp16_compress_hook, None, workload)
         check(default_hooks.fp16_compress_hook, None, workload)
-
-
-def test_torchs_quantizing_hook_does_not_run_on_gloo_before_torch_2_15():
-    fails = pytest.raises(PropertyFailure, match="IndexError: invalid index of a 0-dim tensor")
-    with nullcontext() if torch.__version__ >= "2.15" else fails:
-        properties.completes(quantization_hooks.quantization_pertensor_hook, None, Workload(((1, 1),)))
