@@ -170,14 +170,12 @@ def checked_bucket(
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return the result of a hook. Raises RuntimeError if it isn't a Future."""
-    if not isinstance(future, torch.Future):  # a collective's future is one, too
-        raise ExplainedError(
-            f"the communication hook {name_of(hook)} returned {type(future).__name__}, but must return a "
-            "torch.futures.Future that holds the averaged bucket"
-        )
-    return future  # type: ignore[return-value]
+def no_future(returned: Any, hook: Any) -> ExplainedError:
+    """Return the error for a hook that returned something else."""
+    return ExplainedError(
+        f"the communication hook {name_of(hook)} returned {type(returned).__name__}, but must return a "
+        "torch.futures.Future that holds the averaged bucket"
+    )
 
 
 def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
@@ -185,7 +183,9 @@ def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
 
     Raises RuntimeError if the future doesn't hold one tensor of as many elements as the buffer.
     """
-    result: Any = checked_future(future, hook).wait()
+    if not isinstance(future, torch.Future):  # a collective's future is one, too
+        raise no_future(future, hook)
+    result: Any = future.wait()
     if isinstance(result, list | tuple) and len(result) == 1:
         (result,) = result
     if not isinstance(result, torch.Tensor) or result.numel() != buffer.numel():

@@ -365,7 +365,7 @@ class BucketCommunicator:
                 if result.data_ptr() != buffer.data_ptr():
                     buffer.copy_(result)
         left_out = {position for position, index in enumerate(bucket.indices) if index in kept}
-        for position in sorted(left_out) if self.hooked.can("take_back") else ():
+        for position in sorted(left_out) if left_out and self.hooked.can("take_back") else ():
             parameter = bucket.parameters[position]
             before = None if self.as_view else parameter.grad
             before = gradients_before.get(bucket.indices[position], before)
