@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -170,9 +170,9 @@ def checked_bucket(
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-def no_future(returned: Any, hook: Any) -> ExplainedError:
-    """Return the error for a hook that returned something else."""
-    return ExplainedError(
+def refuse_result(returned: Any, hook: Any) -> NoReturn:
+    """Raise RuntimeError for a hook that returned anything but a Future."""
+    raise ExplainedError(
         f"the communication hook {name_of(hook)} returned {type(returned).__name__}, but must return a "
         "torch.futures.Future that holds the averaged bucket"
     )
@@ -184,7 +184,7 @@ def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
     Raises RuntimeError if the future doesn't hold one tensor of as many elements as the buffer.
     """
     if not isinstance(future, torch.Future):  # a collective's future is one, too
-        raise no_future(future, hook)
+        refuse_result(future, hook)
     result: Any = future.wait()
     if isinstance(result, list | tuple) and len(result) == 1:
         (result,) = result

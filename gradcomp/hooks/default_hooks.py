@@ -21,7 +21,7 @@ from gradcomp.comm.bucket import (
     Hook,
     Hooked,
     checked_bucket,
-    no_future,
+    refuse_result,
     require_bucket,
     require_dense_floats,
     take_wire,
@@ -195,7 +195,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
             try:
                 future = hook(hook_state, bucket)
                 if not isinstance(future, torch.Future):
-                    raise no_future(future, hook)
+                    refuse_result(future, hook)
                 return future
             except BaseException:
                 bucket.set_buffer(buffer)

@@ -270,8 +270,8 @@ def place_in(numels: Iterable[int], element: int) -> tuple[int, int]:
     return position, element - starts[position]
 
 
-# The most compressed steps that `unbiased` runs, on all ranks together, and elements of these steps.
-NUM_STEPS, NUM_STEPS_OF_RANKS, NUM_ELEMENTS = 512, 2048, 1 << 22
+# The most compressed steps that `unbiased` runs, its calls of the hook, and elements of these steps.
+NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 2048, 1 << 22
 
 
 @property_of(
@@ -300,7 +300,8 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     """
     claims = subject.claims
     numel = workload.numel(*range(len(workload.shapes)))
-    num_steps = min(NUM_STEPS, NUM_STEPS_OF_RANKS // workload.world_size, NUM_ELEMENTS // numel) // 4 * 4
+    calls_of_a_step = workload.world_size * len(workload.buckets)
+    num_steps = min(NUM_STEPS, NUM_CALLS // calls_of_a_step, NUM_ELEMENTS // numel) // 4 * 4
     workload = replace(workload, drift=1.0, period=2, steps=claims.start + num_steps, zero_steps=0)
     run = subject.finite_run(workload)
     steps = range(claims.start, workload.steps)
