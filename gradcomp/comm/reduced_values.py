@@ -34,9 +34,11 @@ class ReducedValues:
     ):
         self._operation = Explaining.of(what, groups[0])
         self._passed: Any = None  # on CUDA, the event after the copy to the host
-        host = torch.tensor(values, dtype=torch.float64, device="cpu")
-        on_device = self._values = torch.empty_like(host, device=device)
-        on_device.copy_(pinned(host, device), non_blocking=True)
+        on_device = host = torch.tensor(values, dtype=torch.float64, device="cpu")
+        if has_streams(device):
+            on_device = torch.empty_like(host, device=device)
+            on_device.copy_(pinned(host, device), non_blocking=True)
+        self._values = on_device
         self._work: Any = None
         with self._operation:
             for group in groups:

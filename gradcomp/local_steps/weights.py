@@ -1,6 +1,8 @@
 """The weights of local steps: a rank's own, whole or sharded, and the common ones with their optimizer."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, MutableMapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -241,3 +243,12 @@ def _require_sharded_within_site(params: Tensors) -> bool:
         others = next(name for name in params if name not in sharded)
         raise ValueError(f"LocalSteps takes a model that is sharded as a whole, but {others} is not sharded")
     return bool(sharded)
+
+
+def divided(numels: dict[str, int], fragments: int) -> list[list[str]]:
+    """Divide weights into runs of about equal size, none of them empty."""
+    sums, ends, names = list(accumulate(numels.values())), [0], list(numels)
+    for number in range(1, fragments):
+        end = bisect_left(sums, sums[-1] * number / fragments) + 1
+        ends.append(min(max(end, ends[-1] + 1), len(names) - fragments + number))
+    return [names[start:stop] for start, stop in pairwise([*ends, len(names)])]

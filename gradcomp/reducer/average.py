@@ -52,15 +52,21 @@ def average_(
     _check(tensors, keys)
     if hook is not None and process_group is not None:
         raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
-    hooked = Hooked(hook, process_group if hook is None else state)
-    Averaging(tensors, hooked, keys=keys, waits_at_once=True).wait()
+    if hook is None:
+        hook, state = default_hooks.allreduce_hook, resolve_group("average_", process_group)
+    hooked = Hooked(hook, state)
+    parameters, ordered = _known(tensors, hooked, keys)
+    whose, group = f"{hooked.name} in average_", joined_group(hooked.group)
+    Averaging(ordered, parameters, hooked, whose, group, waits_at_once=True).wait()
     return tensors
 
 
 class Averaging:
-    """An average of tensors that is under way. For the arguments see average_, which checks them.
+    """An average of tensors that is under way.
 
-    parameters: one per tensor, in its shape, by which the state knows it; None: see average_.
+    tensors: floating-point or complex; they become their average over the ranks.
+    parameters: one per tensor, in its shape, by which the state knows it.
+    whose, group: the hook's name in messages, and its ranks.
     indices: the first bucket's index, and the step from one bucket's index to the next.
     waits_at_once: whether wait() is the next call. Otherwise the host doesn't wait here.
     """
@@ -68,23 +74,17 @@ class Averaging:
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
         hooked: Hooked,
+        whose: str,
+        group: dist.ProcessGroup | None,
         *,
-        keys: Sequence[Hashable] | None = None,
-        parameters: Sequence[torch.Tensor] | None = None,
         indices: tuple[int, int] = (0, 1),
-        waits_at_once: bool = False,
+        waits_at_once: bool,
     ):
-        if hooked.hook is None:
-            hooked = Hooked(default_hooks.allreduce_hook, resolve_group("average_", hooked.state))
-        self._hooked = hooked
-        group, (self._hook, state) = joined_group(hooked.group), hooked
-        if parameters is None:
-            paired = _paired(tensors, hooked, keys)
-        else:
-            paired = list(zip(parameters, tensors, strict=True))
+        self._hooked, (self._hook, state) = hooked, hooked
         pairs_of: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for parameter, tensor in paired:
+        for parameter, tensor in zip(parameters, tensors, strict=True):
             pairs_of.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
         # Tensors with their flat buffer, the parts of it that are theirs, and the future of its average.
         self._buckets: list[tuple[Any, FlatLayout, torch.Tensor, Any, Explaining, Any]] = []
@@ -99,7 +99,7 @@ class Averaging:
             # On a CPU the last bucket's hook waits for all collectives.
             is_last = number == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
             given: Any = GradBucket(index, buffer, known, is_last)
-            operation = Explaining.averaging(index, f"{hooked.name} in average_", group)
+            operation = Explaining.averaging(index, whose, group)
             try:
                 with operation:
                     future = self._hook(state, given)
@@ -154,15 +154,16 @@ _known_of: MutableMapping[Any, dict[Hashable, torch.Tensor]] = WeakIdKeyDictiona
 _layout_of = lru_cache(maxsize=64)(FlatLayout)  # most lists come again
 
 
-def _paired(
+def _known(
     tensors: Sequence[torch.Tensor], hooked: Hooked, keys: Sequence[Hashable] | None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each tensor with the parameter that hooks see; with keys, in an order independent of the list's.
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return the parameters that hooks see, and their tensors.
 
-    The choice must not depend on which objects are alive: ranks collect garbage at different times.
+    With keys they are in an order independent of the list's. The choice must not depend on which objects are
+    alive: ranks collect garbage at different times.
     """
     if hooked.state is None or isinstance(hooked.state, dist.ProcessGroup):
-        return list(zip(tensors, tensors, strict=True))
+        return tensors, tensors
     known, names = _known_of.setdefault(hooked.state, {}), list[Hashable](range(len(tensors)))
     if keys is not None:
         order = sorted(range(len(keys)), key=lambda place: repr(keys[place]))
@@ -175,4 +176,4 @@ def _paired(
             new.append((f"average_({name})", known[name]))
     if new and keys is not None:
         hooked.tell("number_parameters", new)  # in checkpoints, too; a model's parameters have other names
-    return [(known[name], tensor) for name, tensor in zip(names, tensors, strict=True)]
+    return [known[name] for name in names], tensors
