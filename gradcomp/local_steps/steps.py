@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from ..comm.bucket import Hook, Hooked, name_of
+from ..comm.bucket import Hook, name_of
 from ..comm.consistency import difference, require_all_ranks, require_same_on_all_ranks
 from ..comm.process_group import ExplainedError, device_for, ranks_of, resolve_group
 from ..comm.reduced_values import ReducedValues
@@ -32,9 +32,8 @@ from ..comm.torch_private import tree_map_only
 from ..compress import CompressorState
 from ..compress.agreement import furthest, take_over
 from ..compress.checkpoint import require_keys
-from ..hooks import default_hooks
 from ..reducer import broadcast_coalesced
-from ..reducer.average import Averaging
+from ..reducer.average import Averaging, hooked_for
 from ..reducer.parameters import common_name_of
 from ..rules import COUNT, RANK, described
 from .weights import CommonWeights, OwnWeights, Tensors, divided, local_of
@@ -114,10 +113,8 @@ class LocalSteps:
             raise TypeError(f"LocalSteps takes a model, got {described(model)}")
         if isinstance(model, Joinable):  # torch's DDP or ours
             raise TypeError(f"LocalSteps takes the model itself, got {described(model)}: pass its module")
-        _require_state(hook, state, process_group)
-        self._hooked = (
-            Hooked(default_hooks.allreduce_hook, process_group) if hook is None else Hooked(hook, state)
-        )
+        self._hooked = hooked_for("LocalSteps", hook, state, process_group)
+        _require_state(*self._hooked)
         self._own = OwnWeights(model)
         numels = {name: each.numel() for name, each in self._own.params.items()}
         _require_numbers(every, fragments, delay, len(numels))
@@ -440,18 +437,8 @@ def _require_numbers(every: Any, fragments: Any, delay: Any, num_weights: int) -
         )
 
 
-def _require_state(hook: Any, state: Any, process_group: Any) -> None:
-    """Raise TypeError or ValueError for a hook with a process_group, or without the state that it takes."""
-    if hook is None:
-        if state is not None:
-            raise ValueError(f"LocalSteps has a state, {described(state)}, without the hook that takes it")
-        return
-    if process_group is not None:
-        raise ValueError("LocalSteps takes the process group of a hook in its state, not as process_group")
-    if not callable(hook):
-        raise TypeError(
-            f"LocalSteps takes a hook that is called with a state and a bucket, got {described(hook)}"
-        )
+def _require_state(hook: Any, state: Any) -> None:
+    """Raise TypeError for a hook without the state that it takes: now, not in the first exchange."""
     with suppress(ValueError):  # a callable without a signature
         given = next(iter(inspect.signature(hook).parameters.values()), None)
         takes = given and given.annotation

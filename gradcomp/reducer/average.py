@@ -18,6 +18,7 @@ from gradcomp.comm.streams import require_no_capture
 from gradcomp.device import has_streams
 from gradcomp.hooks import default_hooks
 from gradcomp.layout import FlatLayout
+from gradcomp.rules import described
 
 
 @torch.no_grad()
@@ -39,8 +40,9 @@ def average_(
         order of the list. The same on every rank, each with the same repr. None: by the place in the list.
         An error is then forgotten when a tensor of another shape or dtype comes in its place.
 
-    Raises TypeError for anything but a list of floating-point or complex tensors; ValueError unless there is
-    one distinct key per tensor; RuntimeError for a hook that returns no Future, or one with another number of
+    Raises TypeError for anything but a list of floating-point or complex tensors, and for a hook that can't
+    be called; ValueError unless there is one distinct key per tensor, for a process group with a hook, and
+    for a state without one; RuntimeError for a hook that returns no Future, or one with another number of
     elements, and while a CUDA graph is captured.
 
     Example::
@@ -50,15 +52,30 @@ def average_(
     if torch.is_inference_mode_enabled():  # the hook works outside, where later steps find what it keeps
         return torch.inference_mode(False)(average_)(tensors, hook, state, process_group, keys=keys)
     _check(tensors, keys)
-    if hook is not None and process_group is not None:
-        raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
-    if hook is None:
-        hook, state = default_hooks.allreduce_hook, resolve_group("average_", process_group)
-    hooked = Hooked(hook, state)
+    hooked = hooked_for("average_", hook, state, process_group)
     parameters, ordered = _known(tensors, hooked, keys)
     whose, group = f"{hooked.name} in average_", joined_group(hooked.group)
     Averaging(ordered, parameters, hooked, whose, group, waits_at_once=True).wait()
     return tensors
+
+
+def hooked_for(whose: str, hook: Any, state: Any, process_group: dist.ProcessGroup | None) -> Hooked:
+    """Return a hook with its state; without a hook, an all-reduce over the process group.
+
+    Raises TypeError for a hook that can't be called; ValueError for a hook with a process group, and for a
+    state without a hook; the errors of resolve_group.
+    """
+    if hook is None:
+        if state is not None:
+            raise ValueError(f"{whose} has a state, {described(state)}, without the hook that takes it")
+        return Hooked(default_hooks.allreduce_hook, resolve_group(whose, process_group))
+    if process_group is not None:
+        raise ValueError(f"{whose} takes the process group of a hook in its state, not as process_group")
+    if not callable(hook):
+        raise TypeError(
+            f"{whose} takes a hook that is called with a state and a bucket, got {described(hook)}"
+        )
+    return Hooked(hook, state)
 
 
 class Averaging:
