@@ -104,7 +104,7 @@ class Reducer:
         self.communicator = BucketCommunicator(
             self._params, self._names, self.process_group, caps_bytes, gradient_as_bucket_view, sparse
         )
-        self.communicator.keep_apart(self._sharing.indices())
+        self.communicator.as_view = gradient_as_bucket_view and not self._sharing.others
         self.communicator.build(reversed(range(len(self._params))))
         self._usage: Usage | None = None  # without one, every backward uses every parameter, once
         if static_graph or find_unused_parameters:
@@ -240,9 +240,9 @@ class Reducer:
             self._hooks.require_attached(unused)
         if self._agreement.group is not self.communicator.hooked.group:
             self._agreement.require(self.communicator.hooked)
-        if self._sharing.others or self.communicator.apart:
+        if self._sharing.others:
             self._sharing.require_same_ranks()
-            self.communicator.keep_apart(self._sharing.indices())
+        self.communicator.as_view = self.communicator.wants_views and not self._sharing.others
         self._sharing.is_stepping = True
         self._step = Step(self.communicator, self._usage, unused)
         return self._step
