@@ -349,7 +349,7 @@ class LocalSteps:
         """
         if self._under_way is not None:
             self._apply()
-        has_state = self._hooked.can("state_dict") and not self._own.is_sharded
+        has_state = self._hooked.can("state_dict") and not self._own.place
         tensors, rest = self._common.optimizer_state()
         wrapped = {
             what: {name: self._common.distributed(name, each.clone()) for name, each in by_name.items()}

@@ -261,11 +261,10 @@ class BucketCommunicator:
         self.params, self.names, self.sparse = params, names, sparse
         self._group, self.caps_bytes = group, caps_bytes
         self.wants_views = self.as_view = wants_views
-        self.hooked = Hooked(None, None)
+        self.hooked, self._hooks_name = Hooked(None, None), Hooked(None, None).name
         self._sent_in: torch.dtype | None = None  # what buckets are rounded to
         self.divisor = group.size()
         self.buckets: list[Bucket] = []
-        self._operations: list[Explaining] = []  # the averagings of the buckets
         self.bucket_of: dict[int, int] = {}  # a parameter's bucket
 
     @torch.no_grad()
@@ -281,7 +280,6 @@ class BucketCommunicator:
             chosen = [indices[position] for position in positions]
             self.buckets.append(Bucket(chosen, self.params, self.names, self._sent_in))
         self.bucket_of = {index: number for number, each in enumerate(self.buckets) for index in each.indices}
-        self._name_operations()
         owner_of = {at: name for bucket in self.buckets for at, name in bucket.owner_of.items()}
         for bucket in self.buckets:
             bucket.owner_of = owner_of
@@ -302,13 +300,8 @@ class BucketCommunicator:
             if hooked.hook is hook and not self.wants_views:
                 self._sent_in, self._group = dtype, resolve_group(hooked.name, hooked.state, "state")
                 self.build([index for bucket in self.buckets for index in bucket.indices])
-        self.hooked = hooked
-        self._name_operations()
+        self.hooked, self._hooks_name = hooked, hooked.name
         hooked.tell("number_parameters", zip(self.names, self.params, strict=True))
-
-    def _name_operations(self) -> None:
-        name, numbers = self.hooked.name, range(len(self.buckets))
-        self._operations = [Explaining.averaging(number, name, self._group) for number in numbers]
 
     @torch.no_grad()
     def start(self, number: int, is_last: bool) -> Pending:
@@ -318,7 +311,8 @@ class BucketCommunicator:
 
         Raises RuntimeError for a gradient that doesn't fit the bucket, and if the averaging can't start.
         """
-        bucket, operation, (hook, state) = self.buckets[number], self._operations[number], self.hooked
+        bucket, (hook, state) = self.buckets[number], self.hooked
+        operation = Explaining.averaging(number, self._hooks_name, self._group)
         is_plain = hook is None or bucket.is_rounded
         # The division comes first: the sum may overflow where the mean does not.
         divisor = self.divisor if hook is None else self._group.size()
@@ -347,7 +341,7 @@ class BucketCommunicator:
         Raises RuntimeError if the bucket could not be averaged.
         """
         bucket, hook = self.buckets[number], self.hooked.hook
-        with self._operations[number]:
+        with Explaining.averaging(number, self._hooks_name, self._group):
             if hook is None or bucket.is_rounded:
                 pending.wait()  # averaged in place
             else:
