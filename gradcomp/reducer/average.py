@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, MutableMapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket, Hook, Hooked, as_real, result_of
 from gradcomp.comm.pipeline import PipelinedFuture, drop
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 from gradcomp.comm.streams import require_no_capture
 from gradcomp.device import has_streams
 from gradcomp.hooks import default_hooks
-from gradcomp.layout import FlatLayout
 from gradcomp.rules import described
 
 
@@ -104,15 +101,15 @@ class Averaging:
         for parameter, tensor in zip(parameters, tensors, strict=True):
             pairs_of.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
         # Tensors with their flat buffer, the parts of it that are theirs, and the future of its average.
-        self._buckets: list[tuple[Any, FlatLayout, torch.Tensor, Any, Explaining, Any]] = []
+        self._buckets: list[tuple[Any, torch.Tensor, Any, Explaining, Any]] = []
         for number, ((dtype, device), pairs) in enumerate(pairs_of.items()):
             index = indices[0] + number * indices[1]
             known, members = map(list, zip(*pairs, strict=True))
-            layout = _layout_of(tuple(member.shape for member in members))
-            buffer = torch.empty(layout.numel, dtype=dtype, device=device)
-            split = zip(buffer.split(layout.numels), members, strict=True)
+            numels = [member.numel() for member in members]
+            buffer = torch.empty(sum(numels), dtype=dtype, device=device)
+            split = zip(buffer.split(numels), members, strict=True)
             parts = [part.view(member.shape) for part, member in split]
-            ops.flatten(members, layout, out=buffer, parts=parts)
+            torch._foreach_copy_(parts, members)
             # On a CPU the last bucket's hook waits for all collectives.
             is_last = number == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
             given: Any = GradBucket(index, buffer, known, is_last)
@@ -123,7 +120,7 @@ class Averaging:
             except BaseException:
                 drop(average for *_, average in self._buckets)
                 raise
-            self._buckets.append((members, layout, buffer, parts, operation, future))
+            self._buckets.append((members, buffer, parts, operation, future))
         self._ends_step = bool(self._buckets) and not is_last
 
     def advance(self) -> None:
@@ -135,17 +132,15 @@ class Averaging:
     @torch.no_grad()
     def wait(self) -> None:
         """Write the averages to the tensors."""
-        for members, layout, buffer, parts, operation, future in self._buckets:
+        for members, buffer, parts, operation, future in self._buckets:
             wire = as_real(buffer)
             with operation:
                 result = result_of(future, self._hook, wire)
             if result.data_ptr() != wire.data_ptr():
                 wire.copy_(result)
-            if any(member.is_inference() for member in members):  # they change in inference mode alone
-                with torch.inference_mode():
-                    torch._foreach_copy_(members, parts)
-            else:
-                ops.unflatten(buffer, layout, out=members, parts=parts)
+            # Inference tensors change in inference mode alone.
+            with torch.inference_mode(any(member.is_inference() for member in members)), torch.no_grad():
+                torch._foreach_copy_(members, parts)
         if self._ends_step:  # no bucket has said that it is the last
             self._hooked.tell("end_step")
         self._buckets, self._ends_step = [], False
@@ -168,7 +163,6 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
 
 # By state and key or place, the meta parameters by which a state knows tensors.
 _known_of: MutableMapping[Any, dict[Hashable, torch.Tensor]] = WeakIdKeyDictionary()
-_layout_of = lru_cache(maxsize=64)(FlatLayout)  # most lists come again
 
 
 def _known(
