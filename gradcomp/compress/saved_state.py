@@ -27,7 +27,7 @@ class SavedState(ConfiguredState):
 
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
-        self._given = process_group, self._default_ranks_per_node
+        vars(self).update(process_group=process_group, ranks_per_node=self._default_ranks_per_node)
         self.settings = settings
         self._states = ParameterStates()
         self._scale: float | None = None  # of gradients and errors
