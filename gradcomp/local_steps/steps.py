@@ -13,7 +13,6 @@ Sources: McMahan et al., "Communication-Efficient Learning of Deep Networks from
 (fragments and delay).
 """
 
-import inspect
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,12 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from ..comm.bucket import Hook, name_of
+from ..comm.bucket import Hook
 from ..comm.consistency import difference, require_all_ranks, require_same_on_all_ranks
 from ..comm.process_group import ExplainedError, device_for, ranks_of, resolve_group
 from ..comm.reduced_values import ReducedValues
 from ..comm.torch_private import tree_map_only
-from ..compress import CompressorState
 from ..compress.agreement import furthest, take_over
 from ..compress.checkpoint import require_keys
 from ..reducer import broadcast_coalesced
@@ -81,7 +79,7 @@ class LocalSteps:
     Memory: a copy of the weights, at least in fp32, and a fragment's pseudo-gradients during its exchange.
     Buffers, such as BatchNorm's, stay each rank's own.
 
-    Raises TypeError for another model, outer_optimizer or hook state; ValueError for numbers and meshes that
+    Raises TypeError for another model, outer_optimizer or hook; ValueError for numbers and meshes that
     don't fit; RuntimeError on every rank if the ranks' models or numbers differ.
 
     Example::
@@ -114,7 +112,6 @@ class LocalSteps:
         if isinstance(model, Joinable):  # torch's DDP or ours
             raise TypeError(f"LocalSteps takes the model itself, got {described(model)}: pass its module")
         self._hooked = hooked_for("LocalSteps", hook, state, process_group)
-        _require_state(*self._hooked)
         self._own = OwnWeights(model)
         numels = {name: each.numel() for name, each in self._own.params.items()}
         _require_numbers(every, fragments, delay, len(numels))
@@ -435,12 +432,3 @@ def _require_numbers(every: Any, fragments: Any, delay: Any, num_weights: int) -
             f"delay is {delay}, but must be below {every // fragments}, the steps between two exchanges: one "
             "exchange is under way at a time"
         )
-
-
-def _require_state(hook: Any, state: Any) -> None:
-    """Raise TypeError for a hook without the state that it takes: now, not in the first exchange."""
-    with suppress(ValueError):  # a callable without a signature
-        given = next(iter(inspect.signature(hook).parameters.values()), None)
-        takes = given and given.annotation
-        if isinstance(takes, type) and issubclass(takes, CompressorState) and not isinstance(state, takes):
-            raise TypeError(f"{name_of(hook)} takes a {takes.__name__} as its state, got {described(state)}")

@@ -18,6 +18,7 @@ from gradcomp.hooks import default_hooks
 from gradcomp.rules import described
 
 
+@torch.inference_mode(False)  # where later steps find what the hook keeps
 @torch.no_grad()
 def average_(
     tensors: Sequence[torch.Tensor],
@@ -46,8 +47,6 @@ def average_(
 
         gradcomp.average_([old - new for old, new in zip(before, after)], powerSGD_hook.powerSGD_hook, state)
     """
-    if torch.is_inference_mode_enabled():  # the hook works outside, where later steps find what it keeps
-        return torch.inference_mode(False)(average_)(tensors, hook, state, process_group, keys=keys)
     _check(tensors, keys)
     hooked = hooked_for("average_", hook, state, process_group)
     parameters, ordered = _known(tensors, hooked, keys)
