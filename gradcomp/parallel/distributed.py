@@ -32,14 +32,16 @@ from .module import (
     check_module,
     group_of,
     highest_rank,
+    largest,
     named_parameters,
     refuse,
     sparse_weights,
     synchronizes_buffers,
     through_sink,
     to_device,
-    will_average,
 )
+
+_WILL_AVERAGE = "tell the other ranks whether this one averages its next backward"
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -181,7 +183,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._divisor = int(work.get_future().wait()[0].item())
         self._replicas.sync_buffers(has_input=True)
         if self._join_config.enable:
-            will_average(self, self.require_backward_grad_sync)
+            largest(_WILL_AVERAGE, self, self.require_backward_grad_sync)
         if self.device_ids:
             inputs, kwargs = to_device((inputs, kwargs), torch.device(self.device_type, self.device_ids[0]))
         return inputs, kwargs
@@ -380,7 +382,7 @@ class _WrappersJoinHook(JoinHook):
     def main_hook(self) -> None:
         ddp = self.ddp
         ddp._replicas.sync_buffers(has_input=False)
-        ddp.require_forward_param_sync = bool(will_average(ddp, False).item())
+        ddp.require_forward_param_sync = bool(largest(_WILL_AVERAGE, ddp, False).item())
         if ddp.require_forward_param_sync:
             ddp.reducer.join_with_zeros()
 

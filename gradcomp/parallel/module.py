@@ -229,19 +229,14 @@ class Replicas:
 def highest_rank(ddp: Any, is_candidate: bool) -> int:
     """Return the highest rank that is a candidate, on every rank. The host waits."""
     rank = ddp.process_group.rank() if is_candidate else -1
-    return int(_reduced("find a rank that has input", ddp, rank, dist.ReduceOp.MAX).item())
+    return int(largest("find a rank that has input", ddp, rank).item())
 
 
-def will_average(ddp: Any, mine: bool) -> torch.Tensor:
-    """Return a tensor: the number of ranks that average their next backward. The host does not wait."""
-    what = "tell the other ranks whether this one averages its next backward"
-    return _reduced(what, ddp, int(mine), dist.ReduceOp.SUM)
-
-
-def _reduced(what: str, ddp: Any, value: int, operation: Any) -> torch.Tensor:
+def largest(what: str, ddp: Any, value: int) -> torch.Tensor:
+    """Return the largest of all ranks' values, in a tensor: the host doesn't wait. what: see Explaining."""
     reduced = torch.full((1,), value, dtype=torch.int64, device=ddp.device)
     with Explaining.of(what, ddp.process_group):
-        dist.all_reduce(reduced, operation, group=ddp.process_group)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=ddp.process_group)
     return reduced
 
 
