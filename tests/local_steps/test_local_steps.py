@@ -282,9 +282,8 @@ def test_what_is_refused():
                 LocalSteps(**given)
             assert re.match(message, repr(caught.value)), caught.value
         local = LocalSteps(net(), process_group=group)
-        other = LocalSteps(net(), every=1, hook=powerSGD_hook, state=QuantizationState(group))
         with pytest.raises(TypeError, match="takes a gradcomp PowerSGDState as its state"):
-            other.step()
+            LocalSteps(net(), every=1, hook=powerSGD_hook, state=QuantizationState(group)).step()
         with pytest.raises(KeyError, match="the state_dict of LocalSteps lacks outer, plain, hook_state"):
             local.load_state_dict({"common": {}})
         with pytest.raises(ValueError, match="weights of another model"):
