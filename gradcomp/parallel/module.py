@@ -94,11 +94,9 @@ def check_module(
 ) -> list[int] | None:
     """Return the index of the device to move inputs to, in a list; None if they stay where they are.
 
-    Raises torch's errors for an unusable module, and TypeError for DTensors.
+    Raises torch's errors for an unusable module, and TypeError for DTensors as buffers.
     """
     params = list(named.values())
-    for name, param in named.items():
-        require_plain(name, param)
     for name, buffer in module.named_buffers():
         require_plain(name, buffer, "buffer")
     if any(isinstance(param, nn.parameter.UninitializedParameter) for param in params):
