@@ -41,7 +41,7 @@ class SavedState(ConfiguredState):
     @property
     def has_model(self) -> bool:
         """True if buckets have brought a model's parameters, or number_parameters has named them."""
-        return self._states.have_parameters
+        return bool(self._states.keys.known() or self._states._buckets)
 
     def number_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Identify a model's parameters by their names, in this run and in checkpoints.
