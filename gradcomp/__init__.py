@@ -3,7 +3,7 @@
 from importlib import metadata
 
 from . import hooks
-from .comm.loss_factor import loss_factor
+from .comm.reduced_values import loss_factor
 from .hooks.apply_to_torch import apply_to_torch
 from .parallel import DistributedDataParallel
 from .reducer import Reducer, average_

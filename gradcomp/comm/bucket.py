@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -172,14 +172,12 @@ def checked_bucket(
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-def checked_future(future: Any, hook: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return the result of a hook. Raises RuntimeError if it isn't a Future."""
-    if not isinstance(future, torch.Future):  # a collective's future is one, too
-        raise ExplainedError(
-            f"the communication hook {name_of(hook)} returned {type(future).__name__}, but must return a "
-            "torch.futures.Future that holds the averaged bucket"
-        )
-    return future  # type: ignore[return-value]
+def refuse_result(returned: Any, hook: Any) -> NoReturn:
+    """Raise RuntimeError for a hook that returned anything but a Future."""
+    raise ExplainedError(
+        f"the communication hook {name_of(hook)} returned {type(returned).__name__}, but must return a "
+        "torch.futures.Future that holds the averaged bucket"
+    )
 
 
 def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
@@ -187,7 +185,9 @@ def result_of(future: Any, hook: Any, buffer: torch.Tensor) -> torch.Tensor:
 
     Raises RuntimeError if the future doesn't hold one tensor of as many elements as the buffer.
     """
-    result: Any = checked_future(future, hook).wait()
+    if not isinstance(future, torch.Future):  # a collective's future is one, too
+        refuse_result(future, hook)
+    result: Any = future.wait()
     if isinstance(result, list | tuple) and len(result) == 1:
         (result,) = result
     if not isinstance(result, torch.Tensor) or result.numel() != buffer.numel():

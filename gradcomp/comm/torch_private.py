@@ -51,7 +51,8 @@ def require_names(owner: Any, *names: str) -> None:
 
 # The running backward's number, -1 outside of one. It tells which backward a bucket or a gradient belongs to.
 current_graph_task_id: Callable[[], int] = function_of("_C._current_graph_task_id")
-# The running node; None at the end of the outermost backward. It tells whether a backward is within another.
+# The running node; None at the end of the outermost backward, and where compiled autograd runs a hook. It
+# tells whether a backward is within another.
 current_autograd_node: Callable[[], Any] = function_of("_C._current_autograd_node")
 # Calls a function at the end of the running backward, where averages are waited for.
 queue_callback: Callable[..., None] = function_of("autograd.Variable._execution_engine.queue_callback")
@@ -108,13 +109,6 @@ def check_wrapper(wrapper: Any) -> None:
     if not hasattr(DistributedDataParallel, ACTIVE_DDP):
         lost = "compiled modules average all buckets after their backward"
         _warn(f"DistributedDataParallel.{ACTIVE_DDP}", lost)
-
-
-def is_in_compiled_backward() -> bool:
-    """Return whether compiled autograd runs this backward. It would not tell the end."""
-    module, name = sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region"
-    found: bool | None = False if module is None else getattr(module, name, None)
-    return _missing(name) if found is None else found
 
 
 def has_hooks_in_backward(param: torch.Tensor) -> bool:

@@ -3,8 +3,8 @@
 docs/new_compressor.md describes the interface.
 """
 
+from .checkpoint import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from .compressor import BucketSpec, Compressor
-from .consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from .recording.recorder import Recorder
 from .state import CompressorState, compress_hook
 

@@ -275,11 +275,6 @@ class ParameterStates:
 
     # --- buckets ---
 
-    @property
-    def have_parameters(self) -> bool:
-        """True if buckets have brought parameters, or number_parameters has named some that still exist."""
-        return bool(self.keys.known() or self._buckets)
-
     def bucket_of(self, bucket: dist.GradBucket, options: Any) -> Bucket:
         """Return what is known of a bucket: as before, if its parameters and options are unchanged."""
         index, parameters, dtype = bucket.index(), bucket.parameters(), bucket.buffer().dtype

@@ -31,7 +31,7 @@ class SavedState(ConfiguredState):
 
     def _reset(self, process_group: Any, settings: Settings) -> None:
         """Set all attributes to their values before the first step."""
-        self._given = process_group, self._default_ranks_per_node
+        vars(self).update(process_group=process_group, ranks_per_node=self._default_ranks_per_node)
         self.settings = settings
         self._states = ParameterStates()
         self._scale: float | None = None  # of gradients and errors
@@ -44,7 +44,7 @@ class SavedState(ConfiguredState):
     @property
     def has_model(self) -> bool:
         """True if buckets have brought a model's parameters, or number_parameters has named them."""
-        return self._states.have_parameters
+        return bool(self._states.keys.known() or self._states._buckets)
 
     def number_parameters(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Identify a model's parameters by their names, in this run and in checkpoints.

@@ -81,6 +81,22 @@ class _Attribute:
 option: Callable[[], Any] = _Attribute  # Any: the attribute has the field's type
 
 
+class _Assigned:
+    """An attribute that assigning checks. It lies in the instance, where steps read it without a call.
+
+    assign: the method that checks a value and puts it there.
+    """
+
+    def __init__(self, assign: Callable[[Any, Any], None]):
+        self._assign, self.__doc__ = assign, assign.__doc__
+
+    def __set__(self, state: Any, value: Any) -> None:
+        self._assign(state, value)
+
+
+assigned: Callable[[Callable[[Any, Any], None]], Any] = _Assigned  # Any: the attribute has its value's type
+
+
 class ConfiguredState:
     """A state's options, settings, process group and nodes. Assigning to an attribute checks the value."""
 
@@ -97,7 +113,6 @@ class ConfiguredState:
 
     iter: int
     settings: Settings  # change() assigns them
-    _given: tuple[Any, int | str]  # process_group, ranks_per_node
     # True if a step has compared the ranks since options or group changed or a checkpoint was loaded.
     is_compared: bool = False
     # The last step of which buckets were compared; None if the next bucket must be.
@@ -129,28 +144,20 @@ class ConfiguredState:
         """Compare the ranks again in the next step."""
         self.is_compared, self.compared_in = False, None
 
-    @property
-    def process_group(self) -> Any:
-        """The process group that averages; None for the default one. Assign to change it."""
-        return self._given[0]
-
-    @process_group.setter
+    @assigned
     def process_group(self, group: Any) -> None:
+        """The process group that averages; None for the default one. Assign to change it."""
         ranks_per_node = self.ranks_per_node
         if isinstance(group, DeviceMesh):
             group, ranks_per_node = groups_of_mesh(group)
         require_group(type(self).__name__, group)
-        self._given = group, ranks_per_node
+        vars(self).update(process_group=group, ranks_per_node=ranks_per_node)
         self._expect_comparison()
 
-    @property
-    def ranks_per_node(self) -> int | str:
-        """The number of ranks that share a network card, or "auto". Assign to change it."""
-        return self._given[1]
-
-    @ranks_per_node.setter
+    @assigned
     def ranks_per_node(self, value: int | str) -> None:
-        self._given = self.process_group, require_ranks_per_node(value)
+        """The number of ranks that share a network card, or "auto". Assign to change it."""
+        vars(self).update(ranks_per_node=require_ranks_per_node(value))
         self._expect_comparison()
 
     @property

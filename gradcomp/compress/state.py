@@ -214,7 +214,7 @@ class CompressorState(SavedState):
         Raises TypeError if the bucket is not a dense floating-point bucket. In the state's first step, raises
         RuntimeError on every rank if the ranks differ.
         """
-        buffer, group = checked_bucket(hook_name, bucket, self._given[0], "state.process_group")
+        buffer, group = checked_bucket(hook_name, bucket, self.process_group, "state.process_group")
         parameters = bucket.parameters()  # torch makes a list of them in every call
         if not self._steps.take(parameters):
             self.end_step()

@@ -92,8 +92,8 @@ def require_agreement(
 ) -> None:
     """Raise RuntimeError on every rank of the model unless all have equal modules, shapes and options.
 
-    First the ranks of each shard mesh are compared, then the replicas, with the first comparison's errors:
-    ranks that differ anywhere in the grid differ in one of the two comparisons.
+    The ranks of each shard mesh are compared, then the replicas. Each comparison has the errors of those
+    before it, so ranks that differ anywhere in the grid differ in one of them.
 
     replicate_group: None for a model without replicas.
     """
@@ -107,28 +107,20 @@ def require_agreement(
         "shapes": [[list(each.shape) for each in group.placeholders] for group in groups],
     }
 
-    def compare_shards() -> None:
-        failure: RuntimeError | None = None
-        for shard_group in {id(group.shard_group): group.shard_group for group in groups}.values():
-            assert shard_group is not None
-            try:
-                require_same_on_all_ranks(whose, values, shard_group, device, advice)
-            except RuntimeError as error:
-                failure = error
-        if failure is not None:
-            raise failure
-
+    compare: Callable[[], Any] = partial(bool)  # nothing before the first comparison
+    for shard_group in {id(group.shard_group): group.shard_group for group in groups}.values():
+        assert shard_group is not None
+        compare = partial(raise_on_all, whose, compare, shard_group, device, advice, values)
     if replicate_group is not None:
         places = [group.shard_group and group.shard_group.rank() for group in groups]
-        values_of_replicas = values | {"rank in the shard mesh": places}
-        raise_on_all(whose, compare_shards, replicate_group, device, advice, values_of_replicas)
-    else:
-        compare_shards()
+        values = values | {"rank in the shard mesh": places}
+        compare = partial(raise_on_all, whose, compare, replicate_group, device, advice, values)
+    compare()
 
 
 def raise_on_all(
     whose: str,
-    function: Callable[[], None],
+    function: Callable[[], Any],
     others: dist.ProcessGroup,
     device: torch.device,
     advice: str,

@@ -45,6 +45,8 @@ class Collective:
 class ParamGroup:
     """The parameters of an FSDP module: FSDP2 reduces their gradients together, in one flat tensor.
 
+    has_hook, all_gather: as found: whether an all-reduce hook is installed, and torch's AllGather.
+    has_dtensors: whether a parameter was a DTensor before it was sharded.
     device: where the gradients are reduced.
     shard_group: the process group over which the parameters are sharded; None if they are not.
     reduce_scatter_group: the process group that reduce-scatters: shard_group or one with the same ranks.
@@ -62,6 +64,8 @@ class ParamGroup:
         for each in group.fsdp_params:
             require_names(each, *_OF_PARAMETERS)
         self.name, self.module, self._group = name, module, group
+        self.has_hook, self.all_gather = group._all_reduce_hook is not None, group._all_gather_comm
+        self.has_dtensors = any(each.is_dtensor for each in group.fsdp_params)
         self.device, mesh = torch.device(group.device), group.mesh_info
         require_names(mesh, "shard_mesh_dim", "replicate_mesh_dim")
         shards, replicates = mesh.shard_mesh_dim is not None, mesh.replicate_mesh_dim is not None
@@ -93,11 +97,6 @@ class ParamGroup:
                     "no module of the model. Likely cause: it was replaced or wrapped after fully_shard"
                 )
         return [f"{names[id(place.module)]}.{place.param_name}".lstrip(".") for place in places]
-
-    @property
-    def has_hook(self) -> bool:
-        """True if an all-reduce hook is installed."""
-        return self._group._all_reduce_hook is not None
 
     @property
     def averages_now(self) -> bool:
@@ -135,11 +134,6 @@ class ParamGroup:
         return None if name.startswith("Default") else name
 
     @property
-    def all_gather(self) -> Any:
-        """The all-gather, with the methods of torch's AllGather."""
-        return self._group._all_gather_comm
-
-    @property
     def is_resharded(self) -> bool:
         """True between forward and backward if the parameters are sharded over fewer ranks then."""
         return bool(self._group.is_sharded_post_forward)
@@ -156,11 +150,6 @@ class ParamGroup:
         chosen = self._group.mp_policy.param_dtype
         own = (each.sharded_param.dtype for each in self._group.fsdp_params)
         return {chosen if chosen and each.is_floating_point else each for each in own}
-
-    @property
-    def has_dtensors(self) -> bool:
-        """True if a parameter was a DTensor before it was sharded."""
-        return any(each.is_dtensor for each in self._group.fsdp_params)
 
     def install(self, hook: Callable[[torch.Tensor], None], forget: Callable[[], None]) -> None:
         """Install an all-reduce hook. From now on `reduced` returns the placeholders of its gradients.

@@ -21,7 +21,7 @@ from gradcomp.comm.bucket import (
     Hook,
     Hooked,
     checked_bucket,
-    checked_future,
+    refuse_result,
     require_bucket,
     require_dense_floats,
     take_wire,
@@ -194,7 +194,10 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
             wire, keep = take_wire(bucket, dtype)
             bucket.set_buffer(ops.compress_cast(buffer, out=wire))
             try:
-                return checked_future(hook(hook_state, bucket), hook)
+                future = hook(hook_state, bucket)
+                if not isinstance(future, torch.Future):
+                    refuse_result(future, hook)
+                return future
             except BaseException:
                 bucket.set_buffer(buffer)
                 raise

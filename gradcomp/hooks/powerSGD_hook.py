@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
-from gradcomp.compress import consolidation
-from gradcomp.compress.consolidation import consolidated_state_dict, load_from_dcp, per_rank_state_dict
+from gradcomp.compress import checkpoint
+from gradcomp.compress.checkpoint import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.compress.state import CompressorState, Phase, option
@@ -258,4 +258,4 @@ def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     Raises ValueError for an empty list and for state_dicts of different steps or buckets. For any other
     invalid state_dict it raises the errors of load_state_dict.
     """
-    return consolidation.average_errors(state_dicts, PowerSGDState.__new__(PowerSGDState).checked)
+    return checkpoint.average_errors(state_dicts, PowerSGDState.__new__(PowerSGDState).checked)

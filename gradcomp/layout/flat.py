@@ -31,9 +31,6 @@ class FlatLayout:
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def __repr__(self) -> str:
-        return f"FlatLayout({len(self)} tensors, {self.numel} elements)"
-
     def tiles(self, block: int) -> Iterator[tuple[int, int, int, int]]:
         """Cut every tensor into tiles of at most `block` elements.
 
@@ -174,9 +171,6 @@ class PowerSGDLayout:
         self.q_numels = [matrix.cols * matrix.rank for matrix in self.matrices]
         self.p_numel, self.q_numel = sum(self.p_numels), sum(self.q_numels)
         self.wire_numel = self.p_numel + sum(numel for _, numel in uncompressed)
-
-    def __repr__(self) -> str:
-        return f"PowerSGDLayout({len(self.matrices)} matrices, {len(self.uncompressed)} uncompressed tensors)"
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

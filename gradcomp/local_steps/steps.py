@@ -13,11 +13,9 @@ Sources: McMahan et al., "Communication-Efficient Learning of Deep Networks from
 (fragments and delay).
 """
 
-import inspect
 import os
-from bisect import bisect_left
 from contextlib import suppress
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,21 +23,40 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from ..comm.bucket import Hook, Hooked, name_of
-from ..comm.consistency import require_all_ranks, require_same_on_all_ranks
-from ..comm.process_group import device_for, resolve_group
+from ..comm.bucket import Hook
+from ..comm.consistency import difference, require_all_ranks, require_same_on_all_ranks
+from ..comm.process_group import ExplainedError, device_for, ranks_of, resolve_group
 from ..comm.reduced_values import ReducedValues
 from ..comm.torch_private import tree_map_only
-from ..compress import CompressorState
 from ..compress.agreement import furthest, take_over
 from ..compress.checkpoint import require_keys
 from ..reducer import broadcast_coalesced
+from ..reducer.average import Averaging, hooked_for
 from ..reducer.parameters import common_name_of
 from ..rules import COUNT, RANK, described
-from .exchange import Exchange
-from .weights import CommonWeights, OwnWeights, Tensors, local_of
+from .weights import CommonWeights, OwnWeights, Tensors, divided, local_of
 
 __all__ = ["LocalSteps"]
+
+
+@dataclass
+class Exchange:
+    """An average of pseudo-gradients that is under way, with numbers of ranks.
+
+    moved: the pseudo-gradients, which become their averages.
+    begun: the weights when it began; empty without a delay.
+    counts: the numbers of ranks that mean to give something in the next exchange, and that do in this one;
+        then every rank's number of exchanges.
+    hooks_step: the number of the hook's step, if its state counts.
+    num_steps: the number of local steps since it began.
+    """
+
+    moved: Tensors
+    begun: Tensors
+    counts: ReducedValues
+    averaging: Averaging
+    hooks_step: int | None
+    num_steps: int = 0
 
 
 class LocalSteps:
@@ -62,7 +79,7 @@ class LocalSteps:
     Memory: a copy of the weights, at least in fp32, and a fragment's pseudo-gradients during its exchange.
     Buffers, such as BatchNorm's, stay each rank's own.
 
-    Raises TypeError for another model, outer_optimizer or hook state; ValueError for numbers and meshes that
+    Raises TypeError for another model, outer_optimizer or hook; ValueError for numbers and meshes that
     don't fit; RuntimeError on every rank if the ranks' models or numbers differ.
 
     Example::
@@ -94,12 +111,11 @@ class LocalSteps:
             raise TypeError(f"LocalSteps takes a model, got {described(model)}")
         if isinstance(model, Joinable):  # torch's DDP or ours
             raise TypeError(f"LocalSteps takes the model itself, got {described(model)}: pass its module")
-        _require_state(hook, state, process_group)
-        self._hooked = Hooked(hook, process_group if hook is None else state)
+        self._hooked = hooked_for("LocalSteps", hook, state, process_group)
         self._own = OwnWeights(model)
         numels = {name: each.numel() for name, each in self._own.params.items()}
         _require_numbers(every, fragments, delay, len(numels))
-        self._every, self._delay, self._fragments = every, delay, _divided(numels, fragments)
+        self._every, self._delay, self._fragments = every, delay, divided(numels, fragments)
         self._num_since = self._num_exchanges = self._num_begun = self._num_active = 0
         self._under_way: Exchange | None = None
         self._common = CommonWeights(self._own.params, outer_optimizer)
@@ -193,6 +209,7 @@ class LocalSteps:
         given = self._hooked.group if self._hooked.can("process_group") else self._hooked.state
         self._group = group = resolve_group("LocalSteps", given, "process_group")
         self._device = device_for(group, self._common.shards.values())
+        self._hooks_name = f"{self._hooked.name} in LocalSteps"
         require_all_ranks("LocalSteps", "train by local steps", group, "Make it on every rank")
         source, most = furthest(1 if is_new else 2 + self._num_exchanges, group, self._device)
         are_all_new = most == 1
@@ -204,7 +221,7 @@ class LocalSteps:
             "parameters": [[n, list(each.shape), str(each.dtype)] for n, each in self._own.params.items()],
             "place in the mesh of shards": self._own.place,
             "outer optimizer": [rest["class"], rest["groups"] if are_all_new else "taken over"],
-            "hook": self._hooked.hook and common_name_of(self._hooked.hook),
+            "hook": common_name_of(self._hooked.hook),
             "keep_undo": self._hooked.keep_undo,
         }
         advice = "Give every rank the same model, hook and numbers, and a group of ranks with the same shards"
@@ -235,28 +252,63 @@ class LocalSteps:
         gives_again: whether it takes part in the next exchange.
         """
         self._own.require_unchanged()
-        indices = self._num_begun % len(self._fragments), len(self._fragments)
-        weights = self._own.local(self._fragments[indices[0]])
+        weights = self._own.local(self._fragments[self._num_begun % len(self._fragments)])
         moved = self._common.minus(weights)
         begun = {name: each.clone() for name, each in weights.items()} if self._delay else {}
         numbers = [self._num_exchanges * (i == self._group.rank()) for i in range(self._group.size())]
         what, given = "count the ranks that still train by local steps", [gives_again, gives, *numbers]
         counts = ReducedValues(what, given, [self._group], self._device, dist.ReduceOp.SUM)
         self._num_begun += 1
-        factor = self._group.size() / self._num_active
-        self._under_way = Exchange(
-            self._hooked, self._group, self._keys, indices, moved, begun, counts, factor
+        hooks_step = self._hooked.step
+        try:
+            averaging = self._average(moved, self._group.size() / self._num_active, waits_at_once=not begun)
+        except BaseException:
+            self._hooked.undo(hooks_step, all_know=True)  # by the exchanges' numbers
+            raise
+        self._under_way = Exchange(moved, begun, counts, averaging, hooks_step)
+
+    def _average(self, moved: Tensors, factor: float, *, waits_at_once: bool) -> Averaging:
+        """Multiply the pseudo-gradients of the last fragment begun, and begin to average them over the group.
+
+        factor: makes the average one over the ranks that count. Those that have joined give zeros. Errors, of
+            earlier exchanges, count as ever.
+        """
+        torch._foreach_mul_(list(moved.values()), factor)
+        names, num_fragments = [name for name, each in moved.items() if each.numel()], len(self._fragments)
+        return Averaging(
+            [moved[name] for name in names],
+            [self._keys[name] for name in names],
+            self._hooked,
+            self._hooks_name,
+            self._group,
+            indices=((self._num_begun - 1) % num_fragments, num_fragments),
+            waits_at_once=waits_at_once,
         )
 
     def _apply(self) -> None:
-        """Complete the exchange under way, and take the outer step with it."""
+        """Complete the exchange under way, and take the outer step with it.
+
+        Raises ExplainedError on every rank if the ranks have completed different numbers of exchanges.
+        """
         exchange, self._under_way = self._under_way, None
         assert exchange is not None
-        num_active, num_gave = exchange.wait()
+        try:
+            exchange.averaging.wait()
+            num_active, num_gave, *numbers = map(round, exchange.counts.wait())
+            if min(numbers) != max(numbers):
+                text = difference("the number of completed exchanges", numbers, ranks_of(self._group))
+                raise ExplainedError(
+                    f"LocalSteps can't average: {text}, so their common weights differ. Likely cause: an "
+                    "exchange failed on some ranks alone, which went on. Call regroup() on every rank"
+                )
+        except BaseException:
+            self._hooked.undo(exchange.hooks_step, all_know=True)
+            raise
         moved, size = exchange.moved, self._group.size()
         if 0 < num_gave < self._num_active:  # ranks that meant to give something have joined
             rest = self._common.minus(exchange.begun or self._own.local(moved))
-            exchange.average(rest, size / num_gave - size / self._num_active).wait()
+            factor = size / num_gave - size / self._num_active
+            self._average(rest, factor, waits_at_once=True).wait()
             torch._foreach_add_(list(moved.values()), list(rest.values()))
         now = {name: each.clone() for name, each in self._own.local(exchange.begun).items()}
         if num_gave:
@@ -294,7 +346,7 @@ class LocalSteps:
         """
         if self._under_way is not None:
             self._apply()
-        has_state = self._hooked.can("state_dict") and not self._own.is_sharded
+        has_state = self._hooked.can("state_dict") and not self._own.place
         tensors, rest = self._common.optimizer_state()
         wrapped = {
             what: {name: self._common.distributed(name, each.clone()) for name, each in by_name.items()}
@@ -380,31 +432,3 @@ def _require_numbers(every: Any, fragments: Any, delay: Any, num_weights: int) -
             f"delay is {delay}, but must be below {every // fragments}, the steps between two exchanges: one "
             "exchange is under way at a time"
         )
-
-
-def _require_state(hook: Any, state: Any, process_group: Any) -> None:
-    """Raise TypeError or ValueError for a hook with a process_group, or without the state that it takes."""
-    if hook is None:
-        if state is not None:
-            raise ValueError(f"LocalSteps has a state, {described(state)}, without the hook that takes it")
-        return
-    if process_group is not None:
-        raise ValueError("LocalSteps takes the process group of a hook in its state, not as process_group")
-    if not callable(hook):
-        raise TypeError(
-            f"LocalSteps takes a hook that is called with a state and a bucket, got {described(hook)}"
-        )
-    with suppress(ValueError):  # a callable without a signature
-        given = next(iter(inspect.signature(hook).parameters.values()), None)
-        takes = given and given.annotation
-        if isinstance(takes, type) and issubclass(takes, CompressorState) and not isinstance(state, takes):
-            raise TypeError(f"{name_of(hook)} takes a {takes.__name__} as its state, got {described(state)}")
-
-
-def _divided(numels: dict[str, int], fragments: int) -> list[list[str]]:
-    """Divide weights into runs of about equal size, none of them empty."""
-    sums, ends, names = list(accumulate(numels.values())), [0], list(numels)
-    for number in range(1, fragments):
-        end = bisect_left(sums, sums[-1] * number / fragments) + 1
-        ends.append(min(max(end, ends[-1] + 1), len(names) - fragments + number))
-    return [names[start:stop] for start, stop in pairwise([*ends, len(names)])]

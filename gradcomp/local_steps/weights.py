@@ -1,6 +1,8 @@
 """The weights of local steps: a rank's own, whole or sharded, and the common ones with their optimizer."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, MutableMapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ class OwnWeights:
         self.params = {without_wrappers(name): each for name, each in named if each.requires_grad}
         if not self.params:
             raise ValueError("the model of LocalSteps has no trainable parameters")
-        self.is_sharded = _require_sharded_within_site(self.params)
+        _require_sharded_within_site(self.params)
         meshes = {each.device_mesh for each in self.params.values() if isinstance(each, DTensor)}
         self.place = sorted([mesh.get_coordinate(), list(mesh.shape)] for mesh in meshes)
 
@@ -112,7 +114,14 @@ class CommonWeights:
                 f"the outer_optimizer has {len(given)} trainable parameters, which are not the model's "
                 f"{len(params)}: make it for this LocalSteps, with model.parameters()"
             )
-        self.optimizer, self._params = optimizer, {name: _wide_copy(each) for name, each in params.items()}
+        self.optimizer, self._params = (
+            optimizer,
+            {
+                # At least in fp32.
+                name: each.detach().to(torch.promote_types(each.dtype, torch.float32), copy=True)
+                for name, each in params.items()
+            },
+        )
         self.shards = {name: local_of(each) for name, each in self._params.items()}
         before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
         for group in optimizer.param_groups:
@@ -220,13 +229,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _wide_copy(weight: torch.Tensor) -> torch.Tensor:
-    """Return a copy, at least in fp32."""
-    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
-
-
-def _require_sharded_within_site(params: Tensors) -> bool:
-    """Return whether the parameters are sharded. Raises ValueError for some, and for shards held twice."""
+def _require_sharded_within_site(params: Tensors) -> None:
+    """Raise ValueError if only some parameters are sharded, and for shards that two ranks hold."""
     sharded = {name: each for name, each in params.items() if isinstance(each, DTensor)}
     for name, each in sharded.items():
         for size, placement in zip(each.device_mesh.shape, each.placements, strict=True):
@@ -240,4 +244,12 @@ def _require_sharded_within_site(params: Tensors) -> bool:
     if sharded and len(sharded) < len(params):
         others = next(name for name in params if name not in sharded)
         raise ValueError(f"LocalSteps takes a model that is sharded as a whole, but {others} is not sharded")
-    return bool(sharded)
+
+
+def divided(numels: dict[str, int], fragments: int) -> list[list[str]]:
+    """Divide weights into runs of about equal size, none of them empty."""
+    sums, ends, names = list(accumulate(numels.values())), [0], list(numels)
+    for number in range(1, fragments):
+        end = bisect_left(sums, sums[-1] * number / fragments) + 1
+        ends.append(min(max(end, ends[-1] + 1), len(names) - fragments + number))
+    return [names[start:stop] for start, stop in pairwise([*ends, len(names)])]

@@ -15,7 +15,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
 from gradcomp.comm.bucket import Hooked
-from gradcomp.comm.process_group import Explaining
 from gradcomp.comm.torch_private import (
     ACTIVE_DDP,
     check_wrapper,
@@ -26,13 +25,14 @@ from gradcomp.comm.torch_private import (
 )
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import Reducer
-from gradcomp.reducer.step import StaticGraph
 
 from .module import (
     Replicas,
     check_hook,
     check_module,
     group_of,
+    highest_rank,
+    largest,
     named_parameters,
     refuse,
     sparse_weights,
@@ -40,6 +40,8 @@ from .module import (
     through_sink,
     to_device,
 )
+
+_WILL_AVERAGE = "tell the other ranks whether this one averages its next backward"
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -172,16 +174,16 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Synchronize what the forward needs; return its arguments, on the device."""
         self._has_run = True
         if torch.is_grad_enabled():
-            self.reducer.before_forward()
+            self.reducer.expect_finished()
         work = Join.notify_join_context(self)
         self._divisor = None
         if work is not None and not self._divide_by_initial_world_size:
             work.wait()
             # The host waits, as in torch's wrapper, for the number of ranks that still have input.
             self._divisor = int(work.get_future().wait()[0].item())
-        self.sync_buffers(has_input=True)
+        self._replicas.sync_buffers(has_input=True)
         if self._join_config.enable:
-            _will_average(self, self.require_backward_grad_sync)
+            largest(_WILL_AVERAGE, self, self.require_backward_grad_sync)
         if self.device_ids:
             inputs, kwargs = to_device((inputs, kwargs), torch.device(self.device_type, self.device_ids[0]))
         return inputs, kwargs
@@ -245,12 +247,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.close()
         self._make_reducer(verify=False)
 
-    def sync_buffers(self, has_input: bool) -> None:
-        """Copy buffers to all ranks before a forward: rank 0's; in join(), the highest rank's with input."""
-        if self.require_forward_param_sync and self.forward_sync_buffers:
-            joins = self._join_config.enable
-            self._replicas.copy_buffers(lambda: _highest_rank(self, has_input) if joins else 0)
-
     # --- uneven inputs ---
 
     def join(
@@ -301,7 +297,7 @@ class _WrappersReducer(Reducer):
     of torch's _apply_optimizer_in_backward.
     """
 
-    _only_prepared = True
+    _is_wrappers = True
 
     def __init__(self, ddp: DistributedDataParallel, verify: bool):
         module, ignored = ddp.module, ddp.parameters_to_ignore
@@ -328,28 +324,17 @@ class _WrappersReducer(Reducer):
         # The parameters are kept alive: an id may come again.
         left_alone = [param for name, param in module.named_parameters() if name in ignored]
         self._known = {id(param): param for param in [*self._params, *left_alone]}
-        self._stepping: list[torch.Tensor] = []
 
     def _rebuild_buckets(self) -> bool:
         """Return False, for Lightning's manual optimization, which calls this on torch's Reducer."""
         return False
 
-    def before_forward(self) -> None:
-        """Raise RuntimeError if the last backward did not reach all parameters.
-
-        Keep optimizers from stepping in the next one, also those attached since the last call.
-        """
-        self.expect_finished()
-        self._steps_in_backward.look()
-        watched = [self._params[index] for index in self._steps_in_backward.handles]
-        self._stepping = [param for param in watched if optimizers_in_backward(param, detaches=True)]
-
     def expect_accumulation(self) -> None:
         """Say that the next backward only accumulates, unless it comes through outputs that were prepared."""
+        self._steps_in_backward.look()
         if not self._is_opaque:
             self._is_prepared = self._stays_prepared = False
 
-    @torch.no_grad()
     def join_with_zeros(self) -> None:
         """Run a step of the other ranks with gradients of zero, for a rank that has no more input.
 
@@ -360,13 +345,9 @@ class _WrappersReducer(Reducer):
             try:
                 for param in self._params:
                     param.grad = None
-                if self._usage is not None:
-                    self._usage.forget_step()
-                step = self._begin(unused=range(len(self._params)))
-                if isinstance(self._usage, StaticGraph) and self._usage.is_learning:
-                    self._usage.learn(is_inner=False, is_prepared=True)
-                self._complete(step)
-                self._after_backward(True)
+                self._forget_step()
+                self._begin(unused=range(len(self._params)))
+                self._finish()
             finally:
                 self._forget_step()
                 for param, gradient in zip(self._params, kept, strict=True):
@@ -386,7 +367,7 @@ class _WrappersReducer(Reducer):
         ]:
             self._sharing.require_averaged(found, named_parameters(ddp.module, self._ignored))  # type: ignore[union-attr]
         if is_averaged:
-            for param in self._stepping:
+            for param in self._steps_in_backward.stepping:
                 for optimizer in optimizers_in_backward(param):
                     optimizer.step()
                 param.grad = None
@@ -400,30 +381,11 @@ class _WrappersJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         ddp = self.ddp
-        ddp.sync_buffers(has_input=False)
-        ddp.require_forward_param_sync = bool(_will_average(ddp, False).item())
+        ddp._replicas.sync_buffers(has_input=False)
+        ddp.require_forward_param_sync = bool(largest(_WILL_AVERAGE, ddp, False).item())
         if ddp.require_forward_param_sync:
             ddp.reducer.join_with_zeros()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        source = _highest_rank(self.ddp, is_last_joiner)
+        source = highest_rank(self.ddp, is_last_joiner)
         self.ddp._replicas.copy(source, self.ddp.forward_sync_buffers)
-
-
-def _highest_rank(ddp: DistributedDataParallel, is_candidate: bool) -> int:
-    """Return the highest rank that is a candidate, on every rank. The host waits."""
-    rank = ddp.process_group.rank() if is_candidate else -1
-    return int(_reduced("find a rank that has input", ddp, rank, dist.ReduceOp.MAX).item())
-
-
-def _will_average(ddp: DistributedDataParallel, mine: bool) -> torch.Tensor:
-    """Return a tensor: the number of ranks that average their next backward. The host does not wait."""
-    what = "tell the other ranks whether this one averages its next backward"
-    return _reduced(what, ddp, int(mine), dist.ReduceOp.SUM)
-
-
-def _reduced(what: str, ddp: DistributedDataParallel, value: int, operation: Any) -> torch.Tensor:
-    reduced = torch.full((1,), value, dtype=torch.int64, device=ddp.device)
-    with Explaining.of(what, ddp.process_group):
-        dist.all_reduce(reduced, operation, group=ddp.process_group)
-    return reduced

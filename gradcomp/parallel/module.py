@@ -12,7 +12,7 @@ from torch import nn
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import first_of, require_all_ranks, require_same_on_all_ranks
-from gradcomp.comm.process_group import require_group
+from gradcomp.comm.process_group import Explaining, require_group
 from gradcomp.comm.torch_private import preserve_version_counter, tree_flatten, tree_unflatten
 from gradcomp.reducer import RepeatedBroadcast, broadcast_coalesced
 from gradcomp.reducer.bucket import require_callable
@@ -94,11 +94,9 @@ def check_module(
 ) -> list[int] | None:
     """Return the index of the device to move inputs to, in a list; None if they stay where they are.
 
-    Raises torch's errors for an unusable module, and TypeError for DTensors.
+    Raises torch's errors for an unusable module, and TypeError for DTensors as buffers.
     """
     params = list(named.values())
-    for name, param in named.items():
-        require_plain(name, param)
     for name, buffer in module.named_buffers():
         require_plain(name, buffer, "buffer")
     if any(isinstance(param, nn.parameter.UninitializedParameter) for param in params):
@@ -180,14 +178,18 @@ class Replicas:
         states = [param for _, param in named_parameters(module, ignored)]
         broadcast_coalesced(states + self._buffers() if buffers else states, src, self._group)
 
-    def copy_buffers(self, source: Callable[[], int]) -> None:
-        """Copy the buffers of the rank that source() returns, on all ranks, to all ranks."""
+    def sync_buffers(self, has_input: bool) -> None:
+        """Copy buffers to all ranks before a forward: rank 0's; in join(), the highest rank's with input."""
+        ddp = self._ddp
+        if not (ddp.require_forward_param_sync and ddp.forward_sync_buffers):
+            return
         buffers = self._buffers()
         if buffers or self._broadcast.kept:
+            source = highest_rank(ddp, has_input) if ddp._join_config.enable else 0
             # A forward before this one may still need them for its backward.
             counted = tuple([buffer for buffer in buffers if not buffer.is_inference()])
             with preserve_version_counter(counted):
-                self._broadcast(buffers, source(), self._group, self._compare_again)
+                self._broadcast(buffers, source, self._group, self._compare_again)
 
     def _buffers(self) -> list[torch.Tensor]:
         """Return the buffers to synchronize, found again every time: a module may replace buffers."""
@@ -220,6 +222,20 @@ class Replicas:
         whose = "what DistributedDataParallel has"
         require_same_on_all_ranks(whose, {"buffers": now}, self._group, self._device, advice)
         self._compared = now
+
+
+def highest_rank(ddp: Any, is_candidate: bool) -> int:
+    """Return the highest rank that is a candidate, on every rank. The host waits."""
+    rank = ddp.process_group.rank() if is_candidate else -1
+    return int(largest("find a rank that has input", ddp, rank).item())
+
+
+def largest(what: str, ddp: Any, value: int) -> torch.Tensor:
+    """Return the largest of all ranks' values, in a tensor: the host doesn't wait. what: see Explaining."""
+    reduced = torch.full((1,), value, dtype=torch.int64, device=ddp.device)
+    with Explaining.of(what, ddp.process_group):
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=ddp.process_group)
+    return reduced
 
 
 def sparse_weights(module: nn.Module) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from gradcomp.compress.compressor import Collective
 
-from .collectives import Network, Traffic, collectives_of, traffic
-from .models import buckets_of, load_shapes
+from .collectives import Network, Traffic, buckets_of, collectives_of, traffic
+from .command import load_shapes
 
 __all__ = ["Collective", "Network", "Traffic", "buckets_of", "collectives_of", "load_shapes", "traffic"]

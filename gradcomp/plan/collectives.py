@@ -1,4 +1,4 @@
-"""A hook's collectives in a step, from the library's own layouts: their bytes, and a network's time."""
+"""A hook's collectives in a step, from the library's own layouts: buckets, bytes, and a network's time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import torch
 from gradcomp.comm.exchange import MIN_DELAY_S, channel_for
 from gradcomp.compress.compressor import BucketSpec, Collective
 from gradcomp.hooks.named_hooks import NamedHook
+from gradcomp.reducer.bucket import assign_buckets
 
-from .models import Shape
+Shape = tuple[int, ...]
 
+# DDP's defaults: torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25), and 1 MiB for the first bucket.
+FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES = 2**20, 25 * 2**20
 GLOO_THREADS = 2  # gloo's own collectives that run at the same time
 
 Backend = Literal["nccl", "gloo"]
@@ -110,6 +113,20 @@ class Traffic:
     sent_bytes: float
     transfer_s: float
     wait_s: float
+
+
+def buckets_of(
+    shapes: Sequence[Shape], itemsize: int = 4, cap_bytes: float = BUCKET_CAP_BYTES
+) -> list[list[Shape]]:
+    """Return the shapes of each bucket of a model of one dtype, as DDP has them from its second iteration on.
+
+    DDP rebuilds its buckets in the order in which gradients become ready: the reversed order is assumed. A
+    bucket closes once it reaches its cap, so one large tensor makes a large bucket.
+    """
+    backwards = [tuple(shape) for shape in reversed(shapes)]
+    sizes = [math.prod(shape) * itemsize for shape in backwards]
+    buckets = assign_buckets(sizes, [None] * len(sizes), (min(FIRST_BUCKET_BYTES, cap_bytes), cap_bytes))
+    return [[backwards[index] for index in bucket] for bucket in buckets]
 
 
 def traffic(

@@ -7,14 +7,26 @@ from collections.abc import Iterable, Sequence
 from typing import get_args
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gradcomp import command_line
 from gradcomp.comm.announcement import shown_bytes
-from gradcomp.command_line import OneLineParser, not_negative, positive, positive_int, shown_seconds
+from gradcomp.comm.bucket import real_shape
+from gradcomp.command_line import (
+    OneLineParser,
+    find_callable,
+    in_words,
+    not_negative,
+    positive,
+    positive_int,
+    shown_seconds,
+)
 from gradcomp.hooks.named_hooks import NAMES, NamedHook, forms_of
 
-from .collectives import Backend, Network, traffic
-from .models import DTYPES, Shape, buckets_of, load_shapes
+from .collectives import Backend, Network, Shape, buckets_of, traffic
+
+DTYPES = {each: getattr(torch, each) for each in ("float32", "bfloat16", "float16", "float64")}
 
 EXPLANATION = """
 node sends: the bytes that leave a node in a step; a rank, if it is a node of its own. transfer: their time.
@@ -92,3 +104,42 @@ def plan_parser() -> OneLineParser:
     names = command_line.hooks_named
     parser.add_argument("--hook", type=names, default=",".join(NAMES), metavar="NAMES", help=text)
     return parser
+
+
+def load_shapes(name: str) -> list[tuple[Shape, torch.dtype]]:
+    """Return the shape and dtype of each of a model's parameters with gradients.
+
+    name: module:callable. The callable takes no argument and returns an nn.Module, a tuple that begins with a
+        module, or a list of shapes, whose dtype is fp32.
+
+    The callable runs on the meta device, where parameters need no memory. If that fails, it runs on the CPU.
+    Raises ValueError for anything else, and a lazy module that has had no input.
+    """
+    if ":" not in name:
+        raise ValueError(f"model {name!r} is not module:callable")
+    function = find_callable(name, "model")
+    try:
+        try:
+            with torch.device("meta"):
+                made = function()
+        except Exception:
+            made = function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"model {name!r}: calling it without arguments fails: {in_words(error)}") from error
+    module = made[0] if isinstance(made, tuple) and made else made
+    if isinstance(module, nn.Module):
+        found: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
+        if lazy := [key for key, each in module.named_parameters() if is_lazy(each)]:
+            raise ValueError(f"model {name!r}: lazy parameter {lazy[0]!r} has no shape: run a forward first")
+    else:
+        try:
+            found = [torch.empty(torch.Size(shape), dtype=torch.float32, device="meta") for shape in made]
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(
+                f"model {name!r} returned {type(made).__name__}; it must return an nn.Module, a tuple that "
+                "begins with one, or a list of shapes"
+            ) from error
+    if not found:
+        raise ValueError(f"model {name!r} has no parameter with a gradient")
+    # In hooks a complex gradient is real, with a last dimension of 2.
+    return [(real_shape(each), each.dtype.to_real() if each.is_complex() else each.dtype) for each in found]

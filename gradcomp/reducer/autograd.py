@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,14 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from gradcomp.comm.consistency import first_of
 from gradcomp.comm.torch_private import (
+    current_autograd_node,
     current_graph_task_id,
     has_hooks_in_backward,
-    is_in_compiled_backward,
     not_compiled,
+    optimizers_in_backward,
     queue_callback,
 )
-
-Owner = TypeVar("Owner")
 
 # Types whose attributes hold no tensors of a forward: modules hold parameters there.
 _CODE: tuple[type, ...] = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -65,17 +64,6 @@ def _held_by(item: Any, is_attribute: bool) -> list[tuple[Any, bool]]:
         held = [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in names)]
         is_attribute = True
     return [(each, is_attribute) for each in held]
-
-
-@not_compiled
-def _call(owner: weakref.ref[Owner], function: Callable[[Owner, Any], None], argument: Any, *_: Any) -> None:
-    """Call function(owner, argument), as a node's hook, if the owner lives.
-
-    A node must not keep the owner alive: Python's garbage collector can't see through it.
-    """
-    living = owner()
-    if living is not None:
-        function(living, argument)
 
 
 class AccumulateGradHooks:
@@ -152,13 +140,11 @@ def listed(names: Sequence[str]) -> str:
     return f"parameters {first_of(names)} are"
 
 
-def call_when_backward_starts(
-    outputs: Any, owner: Owner, function: Callable[[Owner, Any], None], argument: Any
-) -> bool:
-    """Call function(owner, argument) whenever a backward comes through one of these outputs.
+def call_when_backward_starts(outputs: Any, hook: Callable[..., None]) -> bool:
+    """Call the hook whenever a backward comes through one of these outputs.
 
-    Returns False if no output has a graph. The owner is held weakly. Nodes have the hooks, not tensors: so
-    they stay when an output is changed in place.
+    Returns False if no output has a graph. Nodes have the hooks, not tensors: so they stay when an output is
+    changed in place.
     """
     nodes: set[Any] = set()
     for tensor in tensors_in(outputs):
@@ -166,14 +152,13 @@ def call_when_backward_starts(
         # A view that is changed in place gets another node, but its base's node stays in the graph.
         nodes.add(None if tensor._base is None else tensor._base.grad_fn)
     nodes.discard(None)
-    hook = partial(_call, weakref.ref(owner), function, argument)
     for node in nodes:
         node.register_prehook(hook)
     return bool(nodes)
 
 
 def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> None:
-    """Call function at the end of the running backward, once per graph task.
+    """Call function at the end of the backward that runs a node's hook here, once per graph task.
 
     tasks: the graph tasks that will call it already. A backward within another one (reentrant checkpointing)
         is a task of its own.
@@ -182,7 +167,7 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
     """
     task = current_graph_task_id()
     if task not in tasks:
-        if is_in_compiled_backward():
+        if current_autograd_node() is None:  # only autograd itself says in which node a hook runs
             raise RuntimeError(
                 "compiled autograd (torch._dynamo.config.compiled_autograd) runs this backward, and does not "
                 "tell a Reducer when it ends. Set torch._dynamo.config.compiled_autograd = False, or call "
@@ -201,15 +186,21 @@ class StepsInBackward:
     Such a hook is one of register_post_accumulate_grad_hook, or of torch's _apply_optimizer_in_backward. Only
     parameters with such hooks cost time. A hook that only reads is no error.
 
+    detaches: keep optimizers of _apply_optimizer_in_backward from stepping there.
+
     handles: of the watched parameters, by index.
+    stepping: the parameters whose optimizers were kept from stepping.
     num_hooks: RemovableHandle.next_id, the number of the process's hooks, when look() last asked every
         parameter, which takes a hundredth of a step.
     versions_before: parameters' versions just before a backward accumulated their gradients.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], nodes: Sequence[Any]):
-        self._params, self._names, self._nodes = params, names, nodes
+    def __init__(
+        self, params: Sequence[torch.Tensor], names: Sequence[str], nodes: Sequence[Any], detaches: bool
+    ):
+        self._params, self._names, self._nodes, self._detaches = params, names, nodes, detaches
         self.handles: dict[int, Any] = {}
+        self.stepping: list[torch.Tensor] = []
         self._task = self.num_hooks = -1
         self.versions_before: dict[int, int] = {}
         self.look()
@@ -222,6 +213,9 @@ class StepsInBackward:
             if index not in self.handles and has_hooks_in_backward(param):
                 hook = partial(self._record, weakref.ref(self), index)  # weakly: the watcher holds the node
                 self.handles[index] = self._nodes[index].register_prehook(hook)
+        if self._detaches:
+            watched = [self._params[index] for index in self.handles]
+            self.stepping = [param for param in watched if optimizers_in_backward(param, detaches=True)]
         self.num_hooks = RemovableHandle.next_id
 
     @staticmethod

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, MutableMapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradcomp import ops
 from gradcomp.comm.bucket import GradBucket, Hook, Hooked, as_real, result_of
 from gradcomp.comm.pipeline import PipelinedFuture, drop
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 from gradcomp.comm.streams import require_no_capture
 from gradcomp.device import has_streams
 from gradcomp.hooks import default_hooks
-from gradcomp.layout import FlatLayout
+from gradcomp.rules import described
 
 
+@torch.inference_mode(False)  # where later steps find what the hook keeps
 @torch.no_grad()
 def average_(
     tensors: Sequence[torch.Tensor],
@@ -39,28 +38,48 @@ def average_(
         order of the list. The same on every rank, each with the same repr. None: by the place in the list.
         An error is then forgotten when a tensor of another shape or dtype comes in its place.
 
-    Raises TypeError for anything but a list of floating-point or complex tensors; ValueError unless there is
-    one distinct key per tensor; RuntimeError for a hook that returns no Future, or one with another number of
+    Raises TypeError for anything but a list of floating-point or complex tensors, and for a hook that can't
+    be called; ValueError unless there is one distinct key per tensor, for a process group with a hook, and
+    for a state without one; RuntimeError for a hook that returns no Future, or one with another number of
     elements, and while a CUDA graph is captured.
 
     Example::
 
         gradcomp.average_([old - new for old, new in zip(before, after)], powerSGD_hook.powerSGD_hook, state)
     """
-    if torch.is_inference_mode_enabled():  # the hook works outside, where later steps find what it keeps
-        return torch.inference_mode(False)(average_)(tensors, hook, state, process_group, keys=keys)
     _check(tensors, keys)
-    if hook is not None and process_group is not None:
-        raise ValueError("average_ takes the process group of a hook in its state, not as process_group")
-    hooked = Hooked(hook, process_group if hook is None else state)
-    Averaging(tensors, hooked, keys=keys, waits_at_once=True).wait()
+    hooked = hooked_for("average_", hook, state, process_group)
+    parameters, ordered = _known(tensors, hooked, keys)
+    whose, group = f"{hooked.name} in average_", joined_group(hooked.group)
+    Averaging(ordered, parameters, hooked, whose, group, waits_at_once=True).wait()
     return tensors
 
 
-class Averaging:
-    """An average of tensors that is under way. For the arguments see average_, which checks them.
+def hooked_for(whose: str, hook: Any, state: Any, process_group: dist.ProcessGroup | None) -> Hooked:
+    """Return a hook with its state; without a hook, an all-reduce over the process group.
 
-    parameters: one per tensor, in its shape, by which the state knows it; None: see average_.
+    Raises TypeError for a hook that can't be called; ValueError for a hook with a process group, and for a
+    state without a hook; the errors of resolve_group.
+    """
+    if hook is None:
+        if state is not None:
+            raise ValueError(f"{whose} has a state, {described(state)}, without the hook that takes it")
+        return Hooked(default_hooks.allreduce_hook, resolve_group(whose, process_group))
+    if process_group is not None:
+        raise ValueError(f"{whose} takes the process group of a hook in its state, not as process_group")
+    if not callable(hook):
+        raise TypeError(
+            f"{whose} takes a hook that is called with a state and a bucket, got {described(hook)}"
+        )
+    return Hooked(hook, state)
+
+
+class Averaging:
+    """An average of tensors that is under way.
+
+    tensors: floating-point or complex; they become their average over the ranks.
+    parameters: one per tensor, in its shape, by which the state knows it.
+    whose, group: the hook's name in messages, and its ranks.
     indices: the first bucket's index, and the step from one bucket's index to the next.
     waits_at_once: whether wait() is the next call. Otherwise the host doesn't wait here.
     """
@@ -68,45 +87,39 @@ class Averaging:
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
         hooked: Hooked,
+        whose: str,
+        group: dist.ProcessGroup | None,
         *,
-        keys: Sequence[Hashable] | None = None,
-        parameters: Sequence[torch.Tensor] | None = None,
         indices: tuple[int, int] = (0, 1),
-        waits_at_once: bool = False,
+        waits_at_once: bool,
     ):
-        if hooked.hook is None:
-            hooked = Hooked(default_hooks.allreduce_hook, resolve_group("average_", hooked.state))
-        self._hooked = hooked
-        group, (self._hook, state) = joined_group(hooked.group), hooked
-        if parameters is None:
-            paired = _paired(tensors, hooked, keys)
-        else:
-            paired = list(zip(parameters, tensors, strict=True))
+        self._hooked, (self._hook, state) = hooked, hooked
         pairs_of: dict[tuple[torch.dtype, torch.device], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for parameter, tensor in paired:
+        for parameter, tensor in zip(parameters, tensors, strict=True):
             pairs_of.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
         # Tensors with their flat buffer, the parts of it that are theirs, and the future of its average.
-        self._buckets: list[tuple[Any, FlatLayout, torch.Tensor, Any, Explaining, Any]] = []
+        self._buckets: list[tuple[Any, torch.Tensor, Any, Explaining, Any]] = []
         for number, ((dtype, device), pairs) in enumerate(pairs_of.items()):
             index = indices[0] + number * indices[1]
             known, members = map(list, zip(*pairs, strict=True))
-            layout = _layout_of(tuple(member.shape for member in members))
-            buffer = torch.empty(layout.numel, dtype=dtype, device=device)
-            split = zip(buffer.split(layout.numels), members, strict=True)
+            numels = [member.numel() for member in members]
+            buffer = torch.empty(sum(numels), dtype=dtype, device=device)
+            split = zip(buffer.split(numels), members, strict=True)
             parts = [part.view(member.shape) for part, member in split]
-            ops.flatten(members, layout, out=buffer, parts=parts)
+            torch._foreach_copy_(parts, members)
             # On a CPU the last bucket's hook waits for all collectives.
             is_last = number == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
             given: Any = GradBucket(index, buffer, known, is_last)
-            operation = Explaining.averaging(index, f"{hooked.name} in average_", group)
+            operation = Explaining.averaging(index, whose, group)
             try:
                 with operation:
                     future = self._hook(state, given)
             except BaseException:
                 drop(average for *_, average in self._buckets)
                 raise
-            self._buckets.append((members, layout, buffer, parts, operation, future))
+            self._buckets.append((members, buffer, parts, operation, future))
         self._ends_step = bool(self._buckets) and not is_last
 
     def advance(self) -> None:
@@ -118,17 +131,15 @@ class Averaging:
     @torch.no_grad()
     def wait(self) -> None:
         """Write the averages to the tensors."""
-        for members, layout, buffer, parts, operation, future in self._buckets:
+        for members, buffer, parts, operation, future in self._buckets:
             wire = as_real(buffer)
             with operation:
                 result = result_of(future, self._hook, wire)
             if result.data_ptr() != wire.data_ptr():
                 wire.copy_(result)
-            if any(member.is_inference() for member in members):  # they change in inference mode alone
-                with torch.inference_mode():
-                    torch._foreach_copy_(members, parts)
-            else:
-                ops.unflatten(buffer, layout, out=members, parts=parts)
+            # Inference tensors change in inference mode alone.
+            with torch.inference_mode(any(member.is_inference() for member in members)), torch.no_grad():
+                torch._foreach_copy_(members, parts)
         if self._ends_step:  # no bucket has said that it is the last
             self._hooked.tell("end_step")
         self._buckets, self._ends_step = [], False
@@ -151,18 +162,18 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
 
 # By state and key or place, the meta parameters by which a state knows tensors.
 _known_of: MutableMapping[Any, dict[Hashable, torch.Tensor]] = WeakIdKeyDictionary()
-_layout_of = lru_cache(maxsize=64)(FlatLayout)  # most lists come again
 
 
-def _paired(
+def _known(
     tensors: Sequence[torch.Tensor], hooked: Hooked, keys: Sequence[Hashable] | None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each tensor with the parameter that hooks see; with keys, in an order independent of the list's.
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Return the parameters that hooks see, and their tensors.
 
-    The choice must not depend on which objects are alive: ranks collect garbage at different times.
+    With keys they are in an order independent of the list's. The choice must not depend on which objects are
+    alive: ranks collect garbage at different times.
     """
     if hooked.state is None or isinstance(hooked.state, dist.ProcessGroup):
-        return list(zip(tensors, tensors, strict=True))
+        return tensors, tensors
     known, names = _known_of.setdefault(hooked.state, {}), list[Hashable](range(len(tensors)))
     if keys is not None:
         order = sorted(range(len(keys)), key=lambda place: repr(keys[place]))
@@ -175,4 +186,4 @@ def _paired(
             new.append((f"average_({name})", known[name]))
     if new and keys is not None:
         hooked.tell("number_parameters", new)  # in checkpoints, too; a model's parameters have other names
-    return [(known[name], tensor) for name, tensor in zip(names, tensors, strict=True)]
+    return [known[name] for name in names], tensors

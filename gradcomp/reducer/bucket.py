@@ -60,7 +60,6 @@ class Bucket:
     """One flat buffer, and a view of it for every parameter, in the parameter's memory order.
 
     indices: the Reducer's indices of the bucket's parameters, which have one dtype and device.
-    as_view: gradients become views of the buffer.
     sent_in: the buffer's dtype, if the parameters are floating-point; None for the parameters' own.
 
     A view has its parameter's strides, so a channels-last gradient is stored in the buffer as in its own
@@ -78,10 +77,9 @@ class Bucket:
         indices: Sequence[int],
         params: Sequence[torch.Tensor],
         all_names: Sequence[str],
-        as_view: bool = False,
         sent_in: torch.dtype | None = None,
     ):
-        self.indices, self._as_view = list(indices), as_view
+        self.indices = list(indices)
         self.parameters = parameters = [params[index] for index in indices]
         self._names = names = [all_names[index] for index in indices]
         numels = [parameter.numel() for parameter in parameters]
@@ -97,19 +95,16 @@ class Bucket:
             part.as_strided(parameter.shape, stride, part.storage_offset())
             for part, parameter, stride in zip(parts, parameters, strides, strict=True)
         ]
-        self._given = [view.detach() for view in self.views if as_view]
+        self._given = [view.detach() for view in self.views]
         self._addresses = [view.data_ptr() for view in self.views]
         self.owner_of = {at: name for at, name in zip(self._addresses, names, strict=True) if at}
         self._expected = torch.strided, dtype, device
-        self._apart: set[int] = set()  # positions of gradients that are never views
         self._run_of: dict[tuple[int, int], _Run] = {}  # by the first and the last position
 
-    def keep_apart(self, indices: AbstractSet[int]) -> None:
-        """Leave these parameters' gradients in memory of their own, with as_view, too."""
-        self._apart = {position for position, index in enumerate(self.indices) if index in indices}
-
-    def fill(self, scale: float) -> None:
+    def fill(self, scale: float, as_view: bool = False) -> None:
         """buffer = scale · the parameters' gradients; zeros where there are none.
+
+        as_view: gradients become views of the buffer; otherwise they have, or get, memory of their own.
 
         On CUDA in one launch, unless some gradients are in the buffer already. Raises RuntimeError for a
         gradient of another layout, dtype or device; with as_view, also for another shape, and for a gradient
@@ -123,8 +118,12 @@ class Bucket:
         outside = self._outside(gradients)
         if absent:
             torch._foreach_zero_(absent)
-        if self._apart or (self._as_view and not self.owner_of.keys().isdisjoint(outside.values())):
-            self._take_out(gradients, outside)
+        if as_view:
+            is_misplaced = not self.owner_of.keys().isdisjoint(outside.values())
+        else:
+            is_misplaced = len(outside) + len(absent) < len(gradients)  # views of a step before this one
+        if is_misplaced:
+            self._take_out(gradients, outside, as_view)
         if scale != 1.0 and len(outside) + len(absent) < len(gradients):
             pairs = enumerate(zip(self.views, gradients, strict=True))
             held = [view for i, (view, each) in pairs if each is not None and i not in outside]
@@ -133,14 +132,13 @@ class Bucket:
             else:
                 ops.scale_(held, scale)
         for where, layout, part, views in self._runs(sorted(outside)):
-            if self._as_view and tuple([each.shape for each in gradients[where]]) != layout.shapes:  # type: ignore[union-attr]
+            if as_view and tuple([each.shape for each in gradients[where]]) != layout.shapes:  # type: ignore[union-attr]
                 self._check(gradients)
             ops.flatten(gradients[where], layout, out=part, scale=scale, parts=views)  # type: ignore[arg-type]
-            if self._as_view:
+            if as_view:
                 # At once: this frees the gradients' own memory before autograd makes the next gradients.
                 for position in range(where.start, where.stop):
-                    if position not in self._apart:
-                        self._give(position)
+                    self._give(position)
 
     def _check(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for gradient, view, name in zip(gradients, self.views, self._names, strict=True):
@@ -152,20 +150,20 @@ class Bucket:
             self._given[position] = self.views[position].detach()
         self.parameters[position].grad = self._given[position]
 
-    def _take_out(self, gradients: list[torch.Tensor | None], outside: dict[int, int]) -> None:
+    def _take_out(self, gradients: list[torch.Tensor | None], outside: dict[int, int], as_view: bool) -> None:
         """Copy the gradients that may not stay in the buffer, or are there in another order of elements.
 
         Raises RuntimeError for a gradient in another parameter's part, of this or another bucket.
         """
-        for position in self._apart.difference(outside):
+        for position, address in enumerate(() if as_view else self._addresses):
             if gradients[position] is not None:
-                outside[position] = self._addresses[position]
+                outside.setdefault(position, address)
         for position, address in outside.items():
             name, owner = self._names[position], self.owner_of.get(address)
             if owner == name:
                 gradients[position] = gradients[position].clone()  # type: ignore[union-attr]
                 self.parameters[position].grad = gradients[position]
-            elif owner is not None and self._as_view:
+            elif owner is not None and as_view:
                 raise RuntimeError(
                     f"the gradient of parameter {name} is in the memory of the gradient of {owner}, from "
                     "where its .grad or .grad.data was assigned. With gradient_as_bucket_view every gradient "
@@ -179,18 +177,18 @@ class Bucket:
         torch.sub(view, 0 if gradient is None else gradient, out=beyond)
         return beyond.as_strided((view.numel(),), (1,))
 
-    def write_back(self, left_out: AbstractSet[int] = frozenset()) -> None:
+    def write_back(self, left_out: AbstractSet[int] = frozenset(), as_view: bool = False) -> None:
         """Make parts of the buffer the gradients: as views, or copied to the gradients' own memory.
 
         left_out: the positions of parameters that keep the gradients they have.
         """
         copied = set(range(len(self.parameters))) - left_out
-        if self._as_view:
-            for position in copied - self._apart:
+        if as_view:
+            for position in copied:
                 gradient, address = self.parameters[position].grad, self._addresses[position]
                 if self._given[position] is not gradient or gradient.data_ptr() != address:
                     self._give(position)
-            copied &= self._apart
+            return
         own: list[torch.Tensor | None] = [None] * len(self.parameters)
         for position in copied:
             gradient = self.parameters[position].grad
@@ -245,9 +243,9 @@ Pending = torch.futures.Future[torch.Tensor] | dist.Work  # of a hook or exchang
 class BucketCommunicator:
     """Assigns parameters, known by their indices, to buckets, and averages the buckets.
 
-    caps_bytes, as_view: see assign_buckets and Bucket.
+    caps_bytes: see assign_buckets.
+    wants_views, as_view: whether gradients shall become views of the buckets, and whether the step's do.
     sparse: parameters with sparse gradients, which are in no bucket.
-    apart: parameters with gradients in memory of their own, with as_view, too.
     divisor: without a hook, sums of gradients are divided by it; at first the group's size.
     """
 
@@ -257,24 +255,17 @@ class BucketCommunicator:
         names: Sequence[str],
         group: dist.ProcessGroup,
         caps_bytes: tuple[float, float],
-        as_view: bool,
+        wants_views: bool,
         sparse: set[int],
     ):
         self.params, self.names, self.sparse = params, names, sparse
-        self._group, self.caps_bytes, self.as_view = group, caps_bytes, as_view
-        self.hooked = Hooked(None, None)
+        self._group, self.caps_bytes = group, caps_bytes
+        self.wants_views = self.as_view = wants_views
+        self.hooked, self._hooks_name = Hooked(None, None), Hooked(None, None).name
         self._sent_in: torch.dtype | None = None  # what buckets are rounded to
         self.divisor = group.size()
         self.buckets: list[Bucket] = []
-        self._operations: list[Explaining] = []  # the averagings of the buckets
         self.bucket_of: dict[int, int] = {}  # a parameter's bucket
-        self.apart: set[int] = set()
-
-    def keep_apart(self, indices: set[int]) -> None:
-        if indices != self.apart:
-            self.apart = indices
-            for bucket in self.buckets:
-                bucket.keep_apart(indices)
 
     @torch.no_grad()
     @torch.inference_mode(False)
@@ -287,15 +278,13 @@ class BucketCommunicator:
         self.buckets = []
         for positions in assign_buckets(sizes, keys, self.caps_bytes):
             chosen = [indices[position] for position in positions]
-            self.buckets.append(Bucket(chosen, self.params, self.names, self.as_view, self._sent_in))
+            self.buckets.append(Bucket(chosen, self.params, self.names, self._sent_in))
         self.bucket_of = {index: number for number, each in enumerate(self.buckets) for index in each.indices}
-        self._name_operations()
         owner_of = {at: name for bucket in self.buckets for at, name in bucket.owner_of.items()}
         for bucket in self.buckets:
             bucket.owner_of = owner_of
-            bucket.keep_apart(self.apart)
             if self.as_view:
-                bucket.fill(1.0)
+                bucket.fill(1.0, as_view=True)
 
     def register(self, hooked: Hooked) -> None:
         """Average with hook(state, bucket). A state with number_parameters gets the parameters' names.
@@ -308,16 +297,11 @@ class BucketCommunicator:
         if self.hooked.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         for hook, dtype in ((fp16_compress_hook, torch.float16), (bf16_compress_hook, torch.bfloat16)):
-            if hooked.hook is hook and not self.as_view:
+            if hooked.hook is hook and not self.wants_views:
                 self._sent_in, self._group = dtype, resolve_group(hooked.name, hooked.state, "state")
                 self.build([index for bucket in self.buckets for index in bucket.indices])
-        self.hooked = hooked
-        self._name_operations()
+        self.hooked, self._hooks_name = hooked, hooked.name
         hooked.tell("number_parameters", zip(self.names, self.params, strict=True))
-
-    def _name_operations(self) -> None:
-        name, numbers = self.hooked.name, range(len(self.buckets))
-        self._operations = [Explaining.averaging(number, name, self._group) for number in numbers]
 
     @torch.no_grad()
     def start(self, number: int, is_last: bool) -> Pending:
@@ -327,11 +311,12 @@ class BucketCommunicator:
 
         Raises RuntimeError for a gradient that doesn't fit the bucket, and if the averaging can't start.
         """
-        bucket, operation, (hook, state) = self.buckets[number], self._operations[number], self.hooked
+        bucket, (hook, state) = self.buckets[number], self.hooked
+        operation = Explaining.averaging(number, self._hooks_name, self._group)
         is_plain = hook is None or bucket.is_rounded
         # The division comes first: the sum may overflow where the mean does not.
         divisor = self.divisor if hook is None else self._group.size()
-        bucket.fill(1 / divisor if is_plain else 1.0)
+        bucket.fill(1 / divisor if is_plain else 1.0, self.as_view)
         if is_plain and not has_delay(bucket.buffer, self._group):
             if hook is not None:  # not every back end sums in 16 bits
                 return start_all_reduce(bucket.buffer, self._group, operation)
@@ -356,7 +341,7 @@ class BucketCommunicator:
         Raises RuntimeError if the bucket could not be averaged.
         """
         bucket, hook = self.buckets[number], self.hooked.hook
-        with self._operations[number]:
+        with Explaining.averaging(number, self._hooks_name, self._group):
             if hook is None or bucket.is_rounded:
                 pending.wait()  # averaged in place
             else:
@@ -365,12 +350,12 @@ class BucketCommunicator:
                 if result.data_ptr() != buffer.data_ptr():
                     buffer.copy_(result)
         left_out = {position for position, index in enumerate(bucket.indices) if index in kept}
-        for position in sorted(left_out) if self.hooked.can("take_back") else ():
+        for position in sorted(left_out) if left_out and self.hooked.can("take_back") else ():
             parameter = bucket.parameters[position]
             before = None if self.as_view else parameter.grad
             before = gradients_before.get(bucket.indices[position], before)
             self.hooked.state.take_back(parameter, bucket.average_beyond(position, before))
-        bucket.write_back(left_out)
+        bucket.write_back(left_out, self.as_view)
 
 
 def require_callable(state: Any, hook: Any) -> None:

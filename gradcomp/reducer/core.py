@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ from gradcomp.comm.pipeline import drop
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.streams import require_no_capture
 from gradcomp.comm.torch_private import current_autograd_node, not_compiled
+from gradcomp.device import has_streams
 
 from .autograd import AccumulateGradHooks, StepsInBackward, call_at_end_of_backward, call_when_backward_starts
-from .bucket import BucketCommunicator, cap_bytes
-from .parameters import Agreement, Sharing, agree_on_order, named_parameters
-from .step import FindUnused, StaticGraph, Step, Usage
+from .bucket import BucketCommunicator, Pending, average_rows, cap_bytes
+from .parameters import Agreement, Sharing, agree_on_order, check_gradient, named_parameters
+from .usage import FindUnused, StaticGraph, Usage
 
 
 class Reducer:
@@ -59,8 +61,9 @@ class Reducer:
     tensors. The first step compares options and hooks.
     """
 
-    # A wrapper's Reducer averages only backwards through prepared outputs. Other backwards accumulate.
-    _only_prepared = False
+    # A wrapper's Reducer averages only backwards through prepared outputs, while others accumulate. It steps
+    # the optimizers of torch's _apply_optimizer_in_backward itself.
+    _is_wrappers = False
 
     @torch.inference_mode(False)
     def __init__(
@@ -101,7 +104,7 @@ class Reducer:
         self.communicator = BucketCommunicator(
             self._params, self._names, self.process_group, caps_bytes, gradient_as_bucket_view, sparse
         )
-        self.communicator.keep_apart(self._sharing.indices())
+        self.communicator.as_view = gradient_as_bucket_view and not self._sharing.others
         self.communicator.build(reversed(range(len(self._params))))
         self._usage: Usage | None = None  # without one, every backward uses every parameter, once
         if static_graph or find_unused_parameters:
@@ -116,7 +119,9 @@ class Reducer:
         self._step: Step | None = None
         self._tasks: set[int] = set()  # the graph tasks at whose end _finish is called
         self._hooks = AccumulateGradHooks(self._params, self._names, self, Reducer._on_gradient)
-        self._steps_in_backward = StepsInBackward(self._params, self._names, self._hooks.nodes)
+        self._steps_in_backward = StepsInBackward(
+            self._params, self._names, self._hooks.nodes, detaches=self._is_wrappers
+        )
         self._sharing.open()
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -169,15 +174,21 @@ class Reducer:
         if isinstance(self._usage, FindUnused):
             self._out_of_reach = self._hooks.out_of_reach(outputs)
         self._steps_in_backward.look()
-        can_tell = call_when_backward_starts(outputs, self, Reducer._on_prepared_backward, self._out_of_reach)
+        # Weakly, as on the parameters: Python's garbage collector can't see through a node.
+        hook = partial(Reducer._on_prepared_backward, weakref.ref(self), self._out_of_reach)
+        can_tell = call_when_backward_starts(outputs, hook)
         self._steps_in_backward.num_hooks = RemovableHandle.next_id  # the outputs' hooks are on no parameter
         # If backwards from these outputs can't be told from others, all until the next call count as theirs.
         self._stays_prepared = self._is_opaque = not can_tell
 
     # --- called by autograd ---
 
-    def _on_prepared_backward(self, out_of_reach: set[int] | None) -> None:
+    @staticmethod
+    @not_compiled
+    def _on_prepared_backward(reducer: weakref.ref[Reducer], out_of_reach: set[int] | None, *_: Any) -> None:
         """Note that a backward comes through prepared outputs, for the first time or again."""
+        if (self := reducer()) is None:
+            return
         with self._lock:
             if not self._syncing:
                 return
@@ -201,7 +212,7 @@ class Reducer:
                 usage.used.add(index)
             if not self._syncing:
                 return
-            if self._only_prepared and not self._is_prepared:
+            if self._is_wrappers and not self._is_prepared:
                 if usage is not None:
                     usage.check_unaveraged(index)
                 return
@@ -219,7 +230,8 @@ class Reducer:
 
         unused: the parameters that this rank doesn't use; () for those that the backward won't reach.
         """
-        require_no_capture("the Reducer can't average gradients", self._params[0].device)
+        if has_streams(device := self._params[0].device):
+            require_no_capture("the Reducer can't average gradients", device)
         self._steps_in_backward.look()
         if self._usage is not None and not unused:
             unused = self._usage.unused_by_this_rank(self._out_of_reach)
@@ -228,9 +240,9 @@ class Reducer:
             self._hooks.require_attached(unused)
         if self._agreement.group is not self.communicator.hooked.group:
             self._agreement.require(self.communicator.hooked)
-        if self._sharing.others or self.communicator.apart:
+        if self._sharing.others:
             self._sharing.require_same_ranks()
-            self.communicator.keep_apart(self._sharing.indices())
+        self.communicator.as_view = self.communicator.wants_views and not self._sharing.others
         self._sharing.is_stepping = True
         self._step = Step(self.communicator, self._usage, unused)
         return self._step
@@ -249,14 +261,21 @@ class Reducer:
                     order = self._usage.learn(is_inner, self._is_prepared)
                     self._hooks.require_attached(order)
                     for index in order:
-                        step.mark_ready(index)
+                        if index not in step.ready:  # as all are on a rank without input, in join()
+                            step.mark_ready(index)
                 if step is not None and len(step.ready) == len(self._params):
-                    self._complete(step)
+                    step.write_back(self.process_group)
+                    self._forget_step()
                     is_averaged = True
+                    if not self._is_rebuilt:
+                        # Once: from now on buckets follow the order in which rank 0's gradients became ready.
+                        self._is_rebuilt, device = True, self._params[0].device
+                        order = agree_on_order([*step.ready], device, self.process_group)
+                        self.communicator.build(order)
                 elif not is_inner:
                     everything = range(len(self._params))
                     self._hooks.require_attached(everything if step is None else step.missing())
-                    if not self._only_prepared:
+                    if not self._is_wrappers:
                         self.expect_finished()
             except BaseException:
                 self._forget_step()
@@ -270,20 +289,111 @@ class Reducer:
         if unfrozen:
             self._sharing.require_averaged(map(id, unfrozen), self._frozen)
 
-    def _complete(self, step: Step) -> None:
-        step.write_back(self.process_group)
-        self._forget_step()
-        if not self._is_rebuilt:
-            # Once: from now on buckets follow the order in which rank 0's gradients became ready.
-            self._is_rebuilt = True
-            self.communicator.build(agree_on_order([*step.ready], self._params[0].device, self.process_group))
-
     def _forget_step(self) -> None:
         """End the step, complete or broken off: the next gradient begins another one."""
-        if self._step is not None:
+        if self._step is not None and self._step.averages:
             drop(self._step.averages.values())  # which may still write to the buckets
         self._step, self._is_prepared = None, self._stays_prepared
         self._sharing.is_stepping = False
         if self._usage is not None:
             self._usage.forget_step()
         self._tasks.clear()
+
+
+class Step:
+    """A step under way: which parameters are ready, and which buckets are being averaged.
+
+    The constructor begins the step, on all ranks together.
+
+    unused: parameters that this rank does not use in the step. They are ready from the beginning, and keep
+        their gradients.
+    ready: the parameters that are ready, in the order in which they became ready.
+    averages: the averages under way, by bucket.
+    """
+
+    def __init__(self, communicator: BucketCommunicator, usage: Usage | None, unused: Iterable[int]):
+        self._communicator, self._usage = communicator, usage
+        self._params = communicator.params
+        self.ready: dict[int, None] = {}
+        self._num_pending = [len(bucket.indices) for bucket in communicator.buckets]  # not ready, by bucket
+        self._next_bucket = 0
+        self.averages: dict[int, Pending] = {}
+        # Of unused parameters whose gradients are views, which the averages overwrite.
+        self._gradients_before: dict[int, torch.Tensor] = {}
+        skippable = set() if usage is None else usage.begin(unused)
+        buckets = enumerate(communicator.buckets)
+        self._averaged = [number for number, each in buckets if not skippable.issuperset(each.indices)]
+        for index in sorted(unused):
+            gradient = self._params[index].grad
+            if communicator.as_view and gradient is not None:
+                self._gradients_before[index] = gradient.detach().clone()
+            self.mark_ready(index)
+
+    def missing(self) -> list[int]:
+        """Return the parameters that are not ready."""
+        return [index for index in range(len(self._params)) if index not in self.ready]
+
+    def unfinished(self, rank: int) -> str:
+        """Return the message for a step whose backward has ended before all parameters were ready."""
+        missing, names = self.missing(), self._communicator.names
+        if missing and isinstance(self._usage, StaticGraph) and not self._usage.is_learning:
+            return self._usage.graph_changed(missing[0])
+        if not missing:
+            return (
+                "Expected to have finished reduction in the prior iteration before starting a new one. "
+                "Backward reached all parameters, but did not come to its end: an exception broke it off"
+            )
+        return (
+            "Expected to have finished reduction in the prior iteration before starting a new one. Backward "
+            f"did not reach {len(missing)} parameters: {', '.join(names[index] for index in missing)}. "
+            "Likely causes: the loss does not depend on all outputs, or not all `forward` function outputs "
+            "participate in calculating loss; a branch left layers out; parameters were frozen or replaced "
+            "after construction. If that is meant, enable unused parameter detection by passing the keyword "
+            "argument `find_unused_parameters=True`. Parameter indices which did not receive grad for rank "
+            f"{rank}: {' '.join(map(str, missing))}"
+        )
+
+    def mark_ready(self, index: int) -> None:
+        """Take a parameter's gradient as complete. Start averaging the buckets that are full with it.
+
+        Buckets start in the order of their indices, which is the same on every rank. Raises RuntimeError for
+        a parameter that is ready already, or whose gradient doesn't fit its bucket.
+        """
+        communicator, pending = self._communicator, self._num_pending
+        if index in self.ready:
+            name = communicator.names[index]
+            raise RuntimeError(
+                f"Expected to mark a variable ready only once: parameter {name} became ready twice in one "
+                "backward. Likely causes: the parameter is used outside of the forward that was prepared; "
+                "several backward passes of one forward, each of which reaches a part of the model (add the "
+                "losses up and call backward once, or let the wrapper have find_unused_parameters=True); "
+                "several backward passes in one step (call all but the last in no_sync()); reentrant "
+                "activation checkpointing of the same parameters; an exception that broke off the backward "
+                "before this one, after which the next one starts at zero. If the graph is the same in every "
+                "step, static_graph=True allows it"
+            )
+        self.ready[index] = None
+        if index in communicator.sparse:
+            param = self._params[index]
+            expected = torch.sparse_coo, param.dtype, param.device
+            check_gradient(param.grad, expected, param.shape, communicator.names[index])
+        else:
+            pending[communicator.bucket_of[index]] -= 1
+        while self._next_bucket < len(pending) and not pending[self._next_bucket]:
+            number = self._next_bucket
+            if number in self._averaged:
+                self.averages[number] = communicator.start(number, number == self._averaged[-1])
+            self._next_bucket += 1
+        if self._usage is not None and len(self.ready) == len(self._params):
+            self._usage.exchange()
+
+    def write_back(self, group: dist.ProcessGroup) -> None:
+        """Wait for the averages, and make them the gradients of the parameters that any rank has used."""
+        kept = set() if self._usage is None else self._usage.unused_by_all_ranks()
+        for number, pending in self.averages.items():
+            self._communicator.finish(number, pending, kept, self._gradients_before)
+        for index in kept.intersection(self._gradients_before):
+            self._params[index].grad.copy_(self._gradients_before[index])  # type: ignore[union-attr]
+        self.averages.clear()
+        for index in sorted(self._communicator.sparse - kept):
+            self._params[index].grad = average_rows(self._params[index], group)

@@ -207,12 +207,12 @@ _live: weakref.WeakSet[Sharing] = weakref.WeakSet()  # of the Reducers that are 
 
 
 class Sharing:
-    """Tells a Reducer which of its parameters other live Reducers average, too.
+    """Tells a Reducer which other live Reducers average some of its parameters, too.
 
     Their gradients stay in memory of their own: a gradient that is a view of one Reducer's bucket is changed
     by that bucket's averaging before the other Reducer has read it.
 
-    others: of the other live Reducers, each with the parameters that both have, by this Reducer's indices.
+    others: of these Reducers.
     is_stepping: whether the Reducer is within a step.
     """
 
@@ -221,33 +221,28 @@ class Sharing:
         self._index_of = {id(param): index for index, param in enumerate(params)}
         self.is_stepping = False
         with _live_lock:
-            if any(each._common(self) for each in _live):
+            if any(map(self._common, _live)):
                 # Python would free a Reducer in a cycle of garbage at a different time on each rank, so the
                 # ranks would see different Reducers.
                 gc.collect()
-            found = {each: common for each in _live if (common := self._common(each))}
-            self.others = weakref.WeakKeyDictionary(found)
+            self.others = weakref.WeakSet(filter(self._common, _live))
 
     def open(self) -> None:
         """Begin sharing: the Reducer is constructed, and will average."""
         with _live_lock:
             for other in self.others:
-                other.others[self] = other._common(self)
+                other.others.add(self)
             _live.add(self)
-
-    def indices(self) -> set[int]:
-        """Return the parameters that other live Reducers have, too."""
-        with _live_lock:
-            return set().union(*self.others.values())
 
     def require_same_ranks(self) -> None:
         """Raise RuntimeError if another Reducer is averaging one of the parameters over other ranks."""
         with _live_lock:
-            others = list(self.others.items())
-        for other, common in others:
+            others = list(self.others)
+        for other in others:
             if other.is_stepping and set(ranks_of(other._group)) != set(ranks_of(self._group)):
+                name = self._names[min(self._common(other))]
                 raise RuntimeError(
-                    f"parameter {self._names[min(common)]} is being averaged by two Reducers in one "
+                    f"parameter {name} is being averaged by two Reducers in one "
                     f"backward, over the ranks {ranks_of(other._group)} and {ranks_of(self._group)}: its "
                     ".grad can't be both means. Likely cause: an earlier Reducer or wrapper was kept. Call "
                     "close() on that Reducer (on a wrapper's reducer: ddp.reducer.close()), or delete it"
@@ -277,7 +272,7 @@ class Sharing:
         with _live_lock:
             _live.discard(self)
             for other in self.others:
-                other.others.pop(self, None)
+                other.others.discard(self)
 
     def _common(self, other: Sharing) -> set[int]:
         """Return this Reducer's indices of the parameters that both have."""

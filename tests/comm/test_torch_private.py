@@ -96,7 +96,6 @@ USES = {
     "torch.nn.Module._ddp_params_and_buffers_to_ignore": train,
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": train,
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": train,
-    "torch._dynamo.compiled_autograd.in_compiled_autograd_region": train,
     "torch.Tensor._post_accumulate_grad_hooks": train,
     f"{OPTIMIZERS}._apply_optimizer_in_backward": train,
     f"{OPTIMIZERS}.param_to_optim_hook_handle_map": train,
@@ -118,7 +117,6 @@ USES = {
 
 def said_without(rank, name, use):
     """Do something without one of torch's names; return the name, and the warnings and errors."""
-    importlib.import_module("torch._dynamo.compiled_autograd")
     importlib.import_module(OPTIMIZERS)
     said, where = [], name.rpartition(".")
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ from gradcomp.comm.nodes import nodes_of
 from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import kept_of
 from gradcomp.compress import BucketSpec, powersgd
-from gradcomp.compress.consolidation import average_errors
+from gradcomp.compress.checkpoint import average_errors
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.hooks.auto_hook import AutoState, auto_hook

@@ -41,7 +41,8 @@ PACKAGES = ["comm", "compress", "frameworks", "fsdp", "hooks", "parallel", "redu
 # Stands for the variable part of a message, in quotations and in strings from the source.
 VARIABLE = "…"
 # Modules with functions that return messages for raise statements.
-MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in ("reducer/step.py", "comm/process_group.py")]
+WITH_MESSAGES = ("reducer/core.py", "reducer/usage.py", "comm/process_group.py")
+MESSAGE_MODULES = [ROOT / "gradcomp" / name for name in WITH_MESSAGES]
 # Strings that only join other strings to a message, or are only a part of a message.
 PARTS = {"… …", "…: …", "… (exchange … of the group: …)", "parameters … are", "ranks … have", "rank … has"}
 

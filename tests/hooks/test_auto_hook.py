@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.compress import Recorder
-from gradcomp.compress.consolidation import average_errors
+from gradcomp.compress.checkpoint import average_errors
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
 from gradcomp.testing import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient

@@ -12,7 +12,7 @@ from torch import nn
 
 from gradcomp import DistributedDataParallel as Wrapper
 from gradcomp.hooks.powerSGD_hook import powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.local_steps import LocalSteps
 from gradcomp.testing import run_ranks
 from tests.depth import mixed
@@ -261,8 +261,6 @@ REFUSED = [
     ("ValueError.* 6 .* which are not the model's", lambda m, r, g: {"outer_optimizer": nesterov(net())}),
     ("ValueError.*no trainable parameters", lambda m, r, g: {"model": nn.Identity()}),
     ("ValueError.*in its state, not as process_group", lambda m, r, g: {**INT4(g), "process_group": g}),
-    ("TypeError.*a QuantizationState as its state, got None", lambda m, r, g: {"hook": quantization_hook}),
-    ("TypeError.*a PowerSGDState as its state, got an", lambda m, r, g: {**INT4(g), "hook": powerSGD_hook}),
     ("ValueError.*has a state, .* without the hook", lambda m, r, g: {"state": QuantizationState(g)}),
     ("TypeError.*a hook that is called with .*got 'int4'", lambda m, r, g: {"hook": "int4"}),
     ("TypeError.*LocalSteps.*process_group", lambda m, r, g: {"hook": print, "state": {"own": 1}}),
@@ -284,6 +282,8 @@ def test_what_is_refused():
                 LocalSteps(**given)
             assert re.match(message, repr(caught.value)), caught.value
         local = LocalSteps(net(), process_group=group)
+        with pytest.raises(TypeError, match="takes a gradcomp PowerSGDState as its state"):
+            LocalSteps(net(), every=1, hook=powerSGD_hook, state=QuantizationState(group)).step()
         with pytest.raises(KeyError, match="the state_dict of LocalSteps lacks outer, plain, hook_state"):
             local.load_state_dict({"common": {}})
         with pytest.raises(ValueError, match="weights of another model"):

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import models
 from gradcomp.comm import exchange
 from gradcomp.hooks.named_hooks import NAMES, NamedHook
-from gradcomp.plan import Network, collectives_of, traffic
-from gradcomp.plan.models import buckets_of
+from gradcomp.plan import Network, buckets_of, collectives_of, traffic
 
 FP32 = torch.float32
 SHAPES = ((300, 200), (200,), (64, 3, 7, 7), (5, 4), ())

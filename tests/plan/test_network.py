@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks import models
 from gradcomp.hooks.named_hooks import NAMES, NamedHook
-from gradcomp.plan import Collective, Network, traffic
-from gradcomp.plan.models import buckets_of
+from gradcomp.plan import Collective, Network, buckets_of, traffic
 
 GIGABIT = 1.25e8
 RESNET50 = models.buckets("resnet50")

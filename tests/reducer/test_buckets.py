@@ -138,8 +138,8 @@ def test_gradients_keep_their_memory_or_become_views(has_kernels):
     for param, view in zip(params, bucket.views, strict=True):
         assert torch.equal(param.grad, view)
         assert not view.numel() or param.grad.data_ptr() != view.data_ptr()
-    bucket = bucket_of(params, as_view=True)
-    bucket.write_back()
+    bucket = bucket_of(params)
+    bucket.write_back(as_view=True)
     assert all(param.grad.is_set_to(view) for param, view in zip(params, bucket.views, strict=True))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradcomp.reducer import Reducer
-from gradcomp.reducer.step import StaticGraph
+from gradcomp.reducer.usage import StaticGraph
 from tests.parallel.beside_torch import gradients
 from tests.ranks import of_all_ranks
 from tests.reducer.models import MLP, STATIC, UNUSED, VIEW, Branches, loss_of, make_reducer, on_device

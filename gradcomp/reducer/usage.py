@@ -1,7 +1,6 @@
-"""A step of the Reducer: which parameters it uses, which of them are ready, and which buckets are averaged.
+"""Which parameters a step of the Reducer uses, with find_unused_parameters or static_graph.
 
-A step uses every parameter, once, unless the Reducer has a `Usage`: with find_unused_parameters or
-static_graph. Parameters are known by their indices in the Reducer.
+Without them a step uses every parameter, once. Parameters are known by their indices in the Reducer.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from gradcomp.comm.exchange import all_reduce, has_delay
 from gradcomp.comm.pipeline import run_through
 from gradcomp.comm.process_group import Explaining
 from gradcomp.device import send
-
-from .bucket import BucketCommunicator, Pending, average_rows
-from .parameters import check_gradient
 
 
 class _Usage:
@@ -175,102 +171,3 @@ class StaticGraph(_Usage):
 
 
 Usage = FindUnused | StaticGraph
-
-
-class Step:
-    """A step under way: which parameters are ready, and which buckets are being averaged.
-
-    The constructor begins the step, on all ranks together.
-
-    unused: parameters that this rank does not use in the step. They are ready from the beginning, and keep
-        their gradients.
-    ready: the parameters that are ready, in the order in which they became ready.
-    averages: the averages under way, by bucket.
-    """
-
-    def __init__(self, communicator: BucketCommunicator, usage: Usage | None, unused: Iterable[int]):
-        self._communicator, self._usage = communicator, usage
-        self._params = communicator.params
-        self.ready: dict[int, None] = {}
-        self._num_pending = [len(bucket.indices) for bucket in communicator.buckets]  # not ready, by bucket
-        self._next_bucket = 0
-        self.averages: dict[int, Pending] = {}
-        # Of unused parameters whose gradients are views, which the averages overwrite.
-        self._gradients_before: dict[int, torch.Tensor] = {}
-        skippable = set() if usage is None else usage.begin(unused)
-        buckets = enumerate(communicator.buckets)
-        self._averaged = [number for number, each in buckets if not skippable.issuperset(each.indices)]
-        for index in sorted(unused):
-            gradient = self._params[index].grad
-            if communicator.as_view and gradient is not None:
-                self._gradients_before[index] = gradient.detach().clone()
-            self.mark_ready(index)
-
-    def missing(self) -> list[int]:
-        """Return the parameters that are not ready."""
-        return [index for index in range(len(self._params)) if index not in self.ready]
-
-    def unfinished(self, rank: int) -> str:
-        """Return the message for a step whose backward has ended before all parameters were ready."""
-        missing, names = self.missing(), self._communicator.names
-        if missing and isinstance(self._usage, StaticGraph) and not self._usage.is_learning:
-            return self._usage.graph_changed(missing[0])
-        if not missing:
-            return (
-                "Expected to have finished reduction in the prior iteration before starting a new one. "
-                "Backward reached all parameters, but did not come to its end: an exception broke it off"
-            )
-        return (
-            "Expected to have finished reduction in the prior iteration before starting a new one. Backward "
-            f"did not reach {len(missing)} parameters: {', '.join(names[index] for index in missing)}. "
-            "Likely causes: the loss does not depend on all outputs, or not all `forward` function outputs "
-            "participate in calculating loss; a branch left layers out; parameters were frozen or replaced "
-            "after construction. If that is meant, enable unused parameter detection by passing the keyword "
-            "argument `find_unused_parameters=True`. Parameter indices which did not receive grad for rank "
-            f"{rank}: {' '.join(map(str, missing))}"
-        )
-
-    def mark_ready(self, index: int) -> None:
-        """Take a parameter's gradient as complete. Start averaging the buckets that are full with it.
-
-        Buckets start in the order of their indices, which is the same on every rank. Raises RuntimeError for
-        a parameter that is ready already, or whose gradient doesn't fit its bucket.
-        """
-        communicator, pending = self._communicator, self._num_pending
-        if index in self.ready:
-            name = communicator.names[index]
-            raise RuntimeError(
-                f"Expected to mark a variable ready only once: parameter {name} became ready twice in one "
-                "backward. Likely causes: the parameter is used outside of the forward that was prepared; "
-                "several backward passes of one forward, each of which reaches a part of the model (add the "
-                "losses up and call backward once, or let the wrapper have find_unused_parameters=True); "
-                "several backward passes in one step (call all but the last in no_sync()); reentrant "
-                "activation checkpointing of the same parameters; an exception that broke off the backward "
-                "before this one, after which the next one starts at zero. If the graph is the same in every "
-                "step, static_graph=True allows it"
-            )
-        self.ready[index] = None
-        if index in communicator.sparse:
-            param = self._params[index]
-            expected = torch.sparse_coo, param.dtype, param.device
-            check_gradient(param.grad, expected, param.shape, communicator.names[index])
-        else:
-            pending[communicator.bucket_of[index]] -= 1
-        while self._next_bucket < len(pending) and not pending[self._next_bucket]:
-            number = self._next_bucket
-            if number in self._averaged:
-                self.averages[number] = communicator.start(number, number == self._averaged[-1])
-            self._next_bucket += 1
-        if self._usage is not None and len(self.ready) == len(self._params):
-            self._usage.exchange()
-
-    def write_back(self, group: dist.ProcessGroup) -> None:
-        """Wait for the averages, and make them the gradients of the parameters that any rank has used."""
-        kept = set() if self._usage is None else self._usage.unused_by_all_ranks()
-        for number, pending in self.averages.items():
-            self._communicator.finish(number, pending, kept, self._gradients_before)
-        for index in kept.intersection(self._gradients_before):
-            self._params[index].grad.copy_(self._gradients_before[index])  # type: ignore[union-attr]
-        self.averages.clear()
-        for index in sorted(self._communicator.sparse - kept):
-            self._params[index].grad = average_rows(self._params[index], group)
