@@ -220,6 +220,9 @@ def main(argv: Sequence[str] | None = None, cases: Iterable[Case] | None = None)
     clock = Clock(device, args.quick)
     print(f"copy bandwidth {clock.copy_gb_per_s:.1f} GB/s (read + written)")
     facts["failed_parts"] = args.failed_part
+    if args.record and args.results == RESULTS and device.type == "cpu" and facts["load"] > 0.5:
+        print(f"benchmarks: a load of {facts['load']:.1f} is too much for {RESULTS}: at most 0.5")
+        return 1
     path = file_of(facts, args.results)
 
     def keep(rows: list[Row]) -> None:

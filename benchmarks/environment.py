@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import torch
 import triton
 
+from benchmarks.records import Row
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def describe(device: torch.device) -> dict[str, object]:
+def describe(device: torch.device) -> Row:
     """Return the fields that every recorded row carries besides its measurement."""
     capability, driver = None, None
     if device.type == "cuda":
@@ -22,6 +25,7 @@ def describe(device: torch.device) -> dict[str, object]:
         "date_utc": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "device": device_name(device),
+        "load": os.getloadavg()[0],  # when this was asked
         "compute_capability": capability,
         "driver": driver,
         "cuda": torch.version.cuda,
@@ -56,13 +60,8 @@ def driver_version() -> str | None:
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.machine()
+    found = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+    return found[1].strip() if found else platform.machine()
 
 
 def _output_of(command: list[str]) -> str | None:

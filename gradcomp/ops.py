@@ -350,11 +350,11 @@ def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
 def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:
     if flat.dim() != 1 or flat.numel() != layout.numel or not flat.is_contiguous():
         raise ValueError(
-            f"{name} takes a contiguous buffer of shape ({layout.numel},) for {layout}, "
+            f"{name} takes a contiguous buffer of shape ({layout.numel},) for {len(layout)} tensors, "
             f"got shape {tuple(flat.shape)} with strides {flat.stride()}"
         )
     if len(tensors) != len(layout):
-        raise ValueError(f"{name}: {layout} got {len(tensors)} tensors")
+        raise ValueError(f"{name}: a layout of {len(layout)} tensors got {len(tensors)}")
     shapes = tuple([tensor.shape for tensor in tensors])
     if shapes != layout.shapes:
         pairs = zip(shapes, layout.shapes, strict=True)

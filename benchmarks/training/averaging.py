@@ -165,10 +165,8 @@ class Averaged:
         rows = [row for row in state.recorder.rows() if row["error_norm"] is not None]
         state.recorder.detach()
         if rows:
-            errors, gradients = (
-                math.hypot(*(row[f"{of}_norm"] for row in rows)) for of in ("error", "gradient")
-            )
-            self.held_back = errors / gradients
+            norms = [[row[name] for row in rows] for name in ("error_norm", "gradient_norm")]
+            self.held_back = math.hypot(*norms[0]) / math.hypot(*norms[1])
         if self.end_steps and isinstance(state, QuantizationState):
             state.bits = 8
         elif self.end_steps and isinstance(state, PowerSGDState):

@@ -30,7 +30,6 @@ from gradcomp.comm.pipeline import drop
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.streams import require_no_capture
 from gradcomp.comm.torch_private import current_autograd_node, not_compiled
-from gradcomp.device import has_streams
 
 from .autograd import AccumulateGradHooks, StepsInBackward, call_at_end_of_backward, call_when_backward_starts
 from .bucket import BucketCommunicator, Pending, average_rows, cap_bytes
@@ -230,8 +229,7 @@ class Reducer:
 
         unused: the parameters that this rank doesn't use; () for those that the backward won't reach.
         """
-        if has_streams(device := self._params[0].device):
-            require_no_capture("the Reducer can't average gradients", device)
+        require_no_capture("the Reducer can't average gradients", self._params[0].device)
         self._steps_in_backward.look()
         if self._usage is not None and not unused:
             unused = self._usage.unused_by_this_rank(self._out_of_reach)

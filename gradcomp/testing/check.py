@@ -6,7 +6,6 @@ import io
 import math
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
@@ -146,8 +145,7 @@ def check_hook(
     if unknown := set(only) - set(known):
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
     searched = [each for each in PROPERTIES if not only or each.name in only]
-    deadline = time.monotonic() + LONGEST_S * max(1.0, max_examples / 25)
-    subject = Subject(hook, make_state, claims, ranks, device, deadline)
+    subject = Subject(hook, make_state, claims, ranks, device, LONGEST_S * max(1.0, max_examples / 25))
     world_sizes = WORLD_SIZES if world_size is None else (world_size,)
     limits = (world_sizes, dtypes or (torch.float32, torch.float64), device)
     with redirect_stdout(io.StringIO()), ExitStack() as at_end:

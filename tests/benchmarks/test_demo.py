@@ -41,6 +41,7 @@ def start(tmp_path):
         started.append(demo)
         return demo
 
+    start_demo.started = started
     yield start_demo
     for demo in started:
         for pid in {demo.pid, *descendants(demo.pid)} if demo.poll() is None else ():
@@ -102,6 +103,15 @@ def test_a_whole_demo(start, tmp_path):
         assert power_sgd["losses"][-1] < power_sgd["losses"][0]
 
 
+def test_a_busy_machine_shows_no_times(start):
+    """Other programs, twice as many as there are cores, compute for most of every second."""
+    burn = [sys.executable, "-c", "import time\nwhile True: time.time() % 1.1 > 0.8 and time.sleep(0.3)"]
+    start.started += [subprocess.Popen(burn) for _ in range(2 * len(os.sched_getaffinity(0)))]
+    demo = start("--hook", "none", "--steps", "200", "--link", "none")
+    assert demo.wait(timeout=TIMEOUT_S) == 0, demo.output.read_text()
+    assert "This machine is too busy to time this: " in demo.output.read_text()
+
+
 def test_a_signal_to_the_launcher_ends_every_rank(start):
     """The signal goes to the launcher alone, as from `kill`; from a terminal all processes would get it."""
     demo = start("--hook", "none", "--steps", "100000")
@@ -129,7 +139,6 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
         (["--hook", "fp16,fp8"], "--hook: there is no hook 'fp8'; known are none, allreduce"),
         (["--hook", "none,alone"], "--hook: alone sends nothing to compare"),
         (["--link", "5"], "argument --link: '5' is neither none nor MBIT_PER_S,DELAY_MS, such as 200,10"),
-        (["--link", "0,10"], "argument --link: '0,10' is neither none nor"),
         (["--link", "200,-1"], "argument --link: '200,-1' is neither none nor"),
         (["--link", "inf,0"], "argument --link: 'inf,0' is neither none nor"),
         (["--ranks", "0"], "argument --ranks: '0' is not a whole number of at least 1"),
@@ -150,8 +159,7 @@ def test_a_busy_machine_gives_no_times():
     why = chart.too_noisy(record | {"step_s": [0.2] * 5 + [0.10, 0.10, 0.11, 0.13, 0.14]})
     assert why == "of the steps of none a fifth took under 100 ms, a fifth over 138"
     in_time, busy = chart.table([record], ""), chart.table([record], why)
-    assert (" 111 " in in_time, " 111 " in busy, "800    1.0×" in busy) == (True, False, True)
-    assert f"too busy to time this: {why}." in busy
+    assert (" 111 " in in_time, " 111 " in busy, f"time this: {why}." in busy) == (True, False, True)
 
 
 def test_the_meter_counts_what_is_handed_to_collectives(tmp_path):

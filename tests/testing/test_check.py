@@ -127,9 +127,8 @@ def test_a_failure_shows_what_the_hook_printed_and_may_end_the_check(capsys):
 
 def test_a_slow_hook_is_not_checked(monkeypatch):
     clock = [0.0]
-    for module in ("check", "properties.subject"):
-        time = SimpleNamespace(monotonic=lambda: clock[0])
-        monkeypatch.setattr(f"gradcomp.testing.{module}.time", time)
+    time = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr("gradcomp.testing.properties.subject.time", time)
 
     def slow(group, bucket):
         clock[0] += 1.0
@@ -138,7 +137,7 @@ def test_a_slow_hook_is_not_checked(monkeypatch):
     report = check_hook(slow, max_examples=9, only=["completes", "averages"], processes=False)
     verdicts = {(each.outcome, each.note) for each in report.verdicts.values()}
     assert verdicts == {("not checked", "too slow: a call of the hook takes 1 s")}
-    assert clock[0] <= 180
+    assert clock[0] <= 200
 
 
 def test_a_hook_for_cuda_only_is_refused():

@@ -198,9 +198,9 @@ def same_in_processes(subject: Subject, workload: Workload) -> None:
     real.finite_run(workload)
 
 
-def _quietly(hook: Any, state: Any, bucket: Any) -> Any:
+def _quietly(hook: Any, *given: Any) -> Any:
     with redirect_stdout(io.StringIO()):
-        return hook(state, bucket)
+        return hook(*given)
 
 
 @property_of()

@@ -32,7 +32,8 @@ class Subject:
     """A hook under test.
 
     given: the hook's claims; if None, claims_of infers them on this device.
-    deadline: the time, of time.monotonic(), at which runs should be done.
+    limit_s: the time that all runs together may take, each call counted at the pace of the fastest run: so
+        that other programs don't count.
     """
 
     hook: Hook
@@ -40,9 +41,10 @@ class Subject:
     given: Claims | None
     ranks: Ranks
     device: str
-    deadline: float = math.inf
+    limit_s: float = math.inf
     _runs: dict[Any, Run] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _pace_s: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
+    # Calls of the hook, and seconds, of each run.
+    _timed: list[tuple[int, float]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -60,19 +62,20 @@ class Subject:
 
         Properties draw the same workloads, so the last short runs are kept: don't write to them.
 
-        Raises TooSlow if the run would end after the deadline, at the pace of the fastest one.
+        Raises TooSlow if the runs would take longer than limit_s.
         """
         key = workload, schedule, *options.items()
         run = self._runs.pop(key, None)
         if run is None:
             num_buckets = sum(len(workload.buckets_in(step)) for step in range(workload.num_steps))
-            num_calls, begin = num_buckets * workload.world_size * workload.groups, time.monotonic()
-            pace_s = min(self._pace_s, default=0.0)
-            if begin + num_calls * pace_s > self.deadline:
+            num_calls = num_buckets * workload.world_size * workload.groups
+            pace_s = min((seconds / num for num, seconds in self._timed), default=0.0)
+            if pace_s * (num_calls + sum(num for num, _ in self._timed)) > self.limit_s:
                 raise TooSlow(f"too slow: a call of the hook takes {pace_s:.2g} s")
             options |= {"ranks": self.ranks, "schedule": schedule}
+            begin = time.monotonic()
             run = run_hook(self.hook, self.make_state, workload, **options)
-            self._pace_s.append((time.monotonic() - begin) / num_calls)
+            self._timed.append((num_calls, time.monotonic() - begin))
         if workload.num_steps <= SHORT_STEPS:
             self._runs[key] = run
         if len(self._runs) > MOST_KEPT:
@@ -264,7 +267,7 @@ def require_close(where: object, expected: Tensor, got: Tensor, allowed: Tensor 
         return 0.0
     same = (expected == got) | (expected.isnan() & got.isnan())
     off = torch.where(same, 0.0, got.double() - expected.double()).abs().flatten()
-    limit = torch.as_tensor(allowed).expand_as(got).flatten()
+    limit = torch.as_tensor(allowed, dtype=torch.float64, device=got.device).expand_as(got).flatten()
     ratio = torch.where(off == 0, 0.0, off / limit).nan_to_num(math.inf)
     worst = int(ratio.argmax())
     if ratio[worst] > 1:
