@@ -104,6 +104,9 @@ class Compressor(ABC):
 
     sent_numel: the number of elements that a rank sends per step, for statistics; with nodes, that a node
         sends to other nodes.
+    sent_exactly: the positions of the tensors that it sends exactly. It keeps no errors of them.
+        If another compressor has left an error of such a tensor, the state adds it to the tensor's gradient
+        before the next `reduce`.
     is_plain: whether an average is a plain all-reduce of the gradients, which the state then does itself.
     is_same_on_all_processors: True if ranks on different processors get bit-identical averages. Then no sum
         or product after the last collective depends on the processor's rounding.
@@ -111,6 +114,7 @@ class Compressor(ABC):
     """
 
     sent_numel: int = 0
+    sent_exactly: Collection[int] = ()
     is_plain: bool = False
     is_same_on_all_processors: bool = False
     sums_shards: ClassVar[bool] = False
@@ -168,14 +172,10 @@ class Compressor(ABC):
         """Return the tensors to keep across a restart or a change of buckets, as copies."""
 
     @abstractmethod
-    def load(self, state: State) -> Tensor | None:
-        """Continue from another compressor's state(). After a change of buckets, entries may be missing.
+    def load(self, state: State) -> None:
+        """Continue from another compressor's state(). After a change of buckets, entries may be missing."""
 
-        Returns the errors that it doesn't keep, [numel], such as those of tensors that it sends exactly: the
-        state adds each to its tensor's next gradient. None if it keeps all, or nothing.
-        """
-
-    def snapshot(self) -> Callable[[], Any]:
+    def snapshot(self) -> Callable[[], None]:
         """Copy what a step changes. Returns a function that takes the compressor back to now.
 
         CompressorState.undo_step calls it. Override it where state() takes long.
@@ -196,13 +196,12 @@ class Compressor(ABC):
         error: Tensor | None = self.state().get("error")
         return error
 
-    def add_to_error(self, offset: int, values: Tensor) -> Tensor | None:
-        """Add unused averages to this rank's error. Returns the errors that it doesn't keep, see `load`.
+    def add_to_error(self, offset: int, values: Tensor) -> None:
+        """Add unused averages to this rank's error.
 
         offset: the position in the bucket of the first value.
         """
         state = self.state()
-        if "error" not in state:
-            return None
-        state["error"][offset : offset + len(values)] += values
-        return self.load(state)
+        if "error" in state:
+            state["error"][offset : offset + len(values)] += values
+            self.load(state)

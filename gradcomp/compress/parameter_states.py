@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.device import has_streams
-from gradcomp.layout.flat import ShardLayout
 
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.exchange import Works
@@ -54,12 +53,12 @@ class Bucket:
     made_for: what the state has made it for; empty without one.
     unit: the buffer's gradients have been multiplied by it; so have the compressor's and the pending errors,
         but not the errors of entries.
-    pending: by position, errors of tensors that the compressor doesn't keep. Each is added to its tensor's
-        next gradient, and so sent once: then None. That of an unused tensor waits.
+    pending: by position, errors that another compressor has left of tensors that this one sends exactly. Each
+        is added to its tensor's next gradient, and so sent once: then None. That of an unused tensor waits.
     sent: the pending errors that are part of this step's average. On CUDA the side stream may read one until
         the step ends, so it is freed in the next step.
     undo: (the last step's number, functions that take it back when called in turn), if the state keeps these.
-    operation: explains errors of its averages; None before the first.
+    operation: the hook's name, and what explains errors of its averages; None before the first.
     """
 
     index: int
@@ -76,7 +75,7 @@ class Bucket:
     pending: dict[int, torch.Tensor | None] = field(default_factory=dict)
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
     undo: tuple[int, list[Callable[[], None]]] | None = None
-    operation: Explaining | None = None
+    operation: tuple[str, Explaining] | None = None
 
     @cached_property
     def draw(self) -> int:
@@ -140,7 +139,7 @@ class Bucket:
             unused = [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
         self.undo = None if undoable is None else (undoable, [self._snapshot(compressor)])
         if self.pending and self.waits:
-            self._send_pending(bucket, unused, group.size())
+            self._send_pending(flat, unused)
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
         yield from compressor.reduce(flat, out, group, seed, unused)
 
@@ -154,18 +153,13 @@ class Bucket:
 
         return undo
 
-    def _send_pending(self, bucket: dist.GradBucket, unused: Sequence[int], world_size: int) -> None:
+    def _send_pending(self, flat: torch.Tensor, unused: Sequence[int]) -> None:
         """Add the pending errors of used tensors to their gradients."""
         self.sent = {i: error for i, error in self.pending.items() if error is not None and i not in unused}
         self.pending |= dict.fromkeys(self.sent)
-        if not isinstance(bucket, ShardBucket):
-            parts = bucket.buffer().split(self.numels)
-            for position, error in self.sent.items():
-                parts[position].add_(error)
-        elif self.sent:
-            errors, rows = self.added(self.sent), bucket.buffer().view(world_size, -1)
-            for row, own, in_row in ShardLayout(self.shapes, world_size).shards():
-                rows[row, in_row] += errors[own]
+        parts = flat.split(self.numels)
+        for position, error in self.sent.items():
+            parts[position].add_(error)
 
     def current_error(self) -> torch.Tensor | None:
         """Return this rank's error, [numel], for reading only; None on all ranks or on none."""
@@ -205,10 +199,8 @@ class Bucket:
         position = self.keys.index(key)
         if self.compressor is None:
             return
-        rest = self.compressor.add_to_error(sum(self.numels[:position]), values)
-        if rest is not None:
-            own, waiting = rest.split(self.numels)[position], self.pending.get(position)
-            self.pending[position] = own if waiting is None else own + waiting
+        if position not in self.compressor.sent_exactly:
+            self.compressor.add_to_error(sum(self.numels[:position]), values)
         elif position in self.sent:
             self.pending[position] = values.clone()  # which has the error that was sent
 
@@ -254,9 +246,13 @@ class Bucket:
                 state[name] *= self.unit
             else:
                 state[name] = values
-        rest = self.compressor.load(state) if state else None
-        if rest is not None:
-            self.pending = dict(enumerate(rest.split(self.numels)))
+        if "error" in state:
+            parts = state["error"].split(self.numels)
+            for position in self.compressor.sent_exactly:
+                self.pending[position] = parts[position].clone()
+                parts[position].zero_()
+        if state:
+            self.compressor.load(state)
 
 
 class ParameterStates:

@@ -160,6 +160,8 @@ class PowerSGDCompressor(Compressor):
             seed=bucket.seed,
         )
         self._tensors = [matrix.tensor for matrix in self.plan.layout.matrices]
+        if options.use_error_feedback and not options.square:
+            self.sent_exactly = set(range(self._num_tensors)) - set(self._tensors)
         self._of_wires = []
         if options.is_quantized:
             self._of_wires = [
@@ -265,7 +267,7 @@ class PowerSGDCompressor(Compressor):
             by_tensor[tensor] = direction
         return {"error": error, "direction": by_tensor}
 
-    def load(self, state: State) -> Tensor | None:
+    def load(self, state: State) -> None:
         directions = self.plan.directions()
         if self._is_square:
             given = [state.get("square_direction")] * len(directions)
@@ -274,16 +276,9 @@ class PowerSGDCompressor(Compressor):
             given = [by_tensor[tensor] for tensor in self._tensors]
         pairs = zip(given, directions, strict=True)
         directions = [own if q is None or q.shape != own.shape else q for q, own in pairs]
-        error = state["error"]
-        self.plan.load(error, directions)
-        if not (self._keeps_error and self.plan.layout.uncompressed):
-            return None
-        rest = torch.zeros_like(error)
-        for start, numel in self.plan.layout.uncompressed:
-            rest[start : start + numel] = error[start : start + numel]
-        return rest
+        self.plan.load(state["error"], directions)
 
-    def snapshot(self) -> Callable[[], Any]:
+    def snapshot(self) -> Callable[[], None]:
         copies = [each.clone() for each in self.plan.kept()]
 
         def restore() -> None:
@@ -296,5 +291,4 @@ class PowerSGDCompressor(Compressor):
         return self.plan.error() if self._keeps_error else None
 
     def add_to_error(self, offset: int, values: Tensor) -> None:
-        """Add values to a matrix's error; other tensors have none."""
         self.plan.add_to_error(offset, values)

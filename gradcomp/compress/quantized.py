@@ -93,7 +93,13 @@ class QuantizedCompressor(Compressor):
 
     def __init__(self, bucket: BucketSpec, options: QuantizedOptions):
         self._sum = options.form(bucket)
+        if self._sum.error is not None and not bucket.is_shard:
+            quantized = {part.position for part in self._sum.layout.quantized}
+            self.sent_exactly = set(range(len(bucket.shapes))) - quantized
         self._numel = sum(bucket.numels)
+        self._rest: Tensor | None = None  # loaded errors that this place doesn't keep, for the next step
+        # On CUDA the side stream may read it until the step ends, so it is freed in the step after.
+        self._sent: Tensor | None = None
         # The number of elements in an all-reduce that sends as many bytes.
         self.sent_numel = -(-self._sum.num_bytes // bucket.dtype.itemsize)
 
@@ -115,14 +121,15 @@ class QuantizedCompressor(Compressor):
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
     ) -> Works:
         """Average blocks quantized, everything else exactly. Zeros are sent for unused tensors."""
-        return self._sum.reduce(flat, out, group, unused)
+        self._sent, self._rest = self._rest, None
+        yield from self._sum.reduce(flat, out, group, unused, self._sent)
 
     # --- errors ---
 
     def current_error(self) -> Tensor | None:
         if (error := self._sum.error) is None:
             return None
-        flat = error.new_zeros(self._numel)
+        flat = error.new_zeros(self._numel) if self._rest is None else self._rest.clone()
         for in_bucket, kept in self._sum.kept:
             flat[in_bucket] = error[kept] / self._sum.unit
         return flat
@@ -131,13 +138,12 @@ class QuantizedCompressor(Compressor):
         error = self.current_error()
         return {} if error is None else {"error": error}
 
-    def load(self, state: State) -> Tensor | None:
-        """Continue from errors. Returns those of exact tensors, and of what other ranks keep."""
+    def load(self, state: State) -> None:
+        """Continue from errors. Those that this place doesn't keep are added to the next step's gradients."""
         if (error := self._sum.error) is None or "error" not in state:
-            return None
-        rest: Tensor = state["error"].to(error, copy=True)
+            return
+        self._rest = rest = state["error"].to(error, copy=True)
         error.zero_()
         for in_bucket, kept in self._sum.kept:
             error[kept] = rest[in_bucket] * self._sum.unit
             rest[in_bucket] = 0.0
-        return rest

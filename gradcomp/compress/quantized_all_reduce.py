@@ -209,13 +209,17 @@ class QuantizedAllReduce:
         numel = self.codes.layout.world_size * self.layout.shard_numel
         return [(source, target) for piece, source, target in _cut(parts, numel) if piece == self._place]
 
-    def reduce(self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = ()) -> Works:
+    def reduce(
+        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = (),
+        rest: Tensor | None = None,
+    ) -> Works:  # fmt: skip
         """Write the mean of a buffer over the ranks to out. Yields each collective in progress.
 
         flat: [numel]. It may be changed.
         out: [numel], flat or another tensor in its dtype.
         unused: the positions of tensors that this rank's backward did not use. Zeros are sent for them, and
             their errors stay.
+        rest: [numel], values to add to the gradients where other ranks of the node keep errors, or None.
         """
         if not self.num_bytes:
             return
@@ -223,7 +227,7 @@ class QuantizedAllReduce:
         for part in parts:
             flat[part.in_bucket] = 0.0
         if self._ranks_per_node > 1:
-            yield from self._reduce_in_nodes(flat, out, group, parts)
+            yield from self._reduce_in_nodes(flat, out, group, parts, rest)
             return
         stays = [(part.stored, flat.new_ones((), dtype=torch.bool)) for part in parts]
         yield from self.codes.exchange(flat, group, stays)
@@ -232,9 +236,13 @@ class QuantizedAllReduce:
         else:
             self._decode(payload=self.codes.payload, buffer=out)
 
-    def _reduce_in_nodes(self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: list[Part]) -> Works:
+    def _reduce_in_nodes(
+        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: list[Part], rest: Tensor | None
+    ) -> Works:
         nodes, codes = nodes_of(group, self._ranks_per_node), self.codes
         self._copy(flat, self._pieces.view(-1), self.unit)
+        if rest is not None:
+            add_to_pieces(rest, self._pieces, self._copies(), self.unit)
         yield from reduce_scatter(self._piece, self._pieces, nodes.within)
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
         stays = [
@@ -299,6 +307,12 @@ def collectives_of_all_reduce(
     piece = form.layout.piece(form.layout.world_size // spec.ranks_per_node)
     first = Collective("reduce-scatter", spec.ranks_per_node * piece.numel * wide.itemsize, "within")
     return [first, *exchanged, Collective("all-gather", num_bytes, "within")]
+
+
+def add_to_pieces(rest: Tensor, pieces: Tensor, copies: Iterable[tuple[slice, slice]], unit: float) -> None:
+    """Add unit times rest to pieces, which another dtype may round. copies: (slices of rest, of pieces)."""
+    for source, target in copies:
+        pieces.view(-1)[target] += rest[source] * unit
 
 
 def unit_within(ranks_per_node: int) -> float:

@@ -31,7 +31,7 @@ from gradcomp.layout.flat import ShardLayout
 from ..comm.exchange import Works, reduce_scatter
 from ..comm.nodes import nodes_of
 from .compressor import BucketSpec
-from .quantized_all_reduce import Codes, unit_within, zeros_of
+from .quantized_all_reduce import Codes, add_to_pieces, unit_within, zeros_of
 
 # Returns the blocks of tensors of these shapes in a number of shards.
 LayoutOf = Callable[[Sequence[Sequence[int]], int], BlockLayout]
@@ -93,12 +93,16 @@ class ReduceScatter:
             shard = self._shards.shard(node * self._ranks_per_node + place, position)
             yield shard, slice(part.stored.start, part.stored.start + shard.stop - shard.start)
 
-    def reduce(self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = ()) -> Works:
+    def reduce(
+        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = (),
+        rest: Tensor | None = None,
+    ) -> Works:  # fmt: skip
         """Write the sum over the ranks of this rank's row to out. Yields each collective in progress.
 
         flat: [world size · n], a ShardBucket's buffer. It may be changed.
         out: [n], in flat's dtype.
         unused: the tensors are sent all the same.
+        rest: [numel of all tensors], values to add to the gradients.
         """
         if not flat.numel():
             return
@@ -106,8 +110,12 @@ class ReduceScatter:
             nodes = nodes_of(group, self._ranks_per_node)
             pieces = flat.new_empty(nodes.ranks_per_node, self.layout.numel, dtype=self._dtype)
             self._copy(flat, pieces.view(-1), self.unit)
+            if rest is not None:
+                self._add(rest, pieces)
             flat, group = torch.empty_like(pieces[0]), nodes.between
             yield from reduce_scatter(flat, pieces, nodes.within)
+        elif rest is not None:
+            self._add(rest, flat)
         self.codes = codes = _shared.free.pop(self._key, None) or self._make_codes()
         codes.error = self.error
         yield from codes.exchange(flat, group)
@@ -118,9 +126,21 @@ class ReduceScatter:
         """Yield (a row's slice of the bucket, its slice of the pieces)."""
         numel = self._shards.row_numel
         for row in range(self._shards.world_size):
-            node, place = divmod(row, self._ranks_per_node)
-            start = place * self.layout.numel + node * numel
+            start = self._piece_start(row)
             yield slice(row * numel, (row + 1) * numel), slice(start, start + numel)
+
+    def _piece_start(self, row: int) -> int:
+        """Return where a row begins among the pieces of all places."""
+        node, place = divmod(row, self._ranks_per_node)
+        return place * self.layout.numel + node * self._shards.row_numel
+
+    def _add(self, rest: Tensor, pieces: Tensor) -> None:
+        """Add unit times values in the order of whole tensors to the pieces."""
+        copies = []
+        for row, in_tensors, in_row in self._shards.shards():
+            start = self._piece_start(row)
+            copies.append((in_tensors, slice(start + in_row.start, start + in_row.stop)))
+        add_to_pieces(rest, pieces, copies, self.unit)
 
 
 class _Shared(threading.local):

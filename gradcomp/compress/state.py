@@ -293,9 +293,9 @@ class CompressorState(SavedState):
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
             elif self.recorder is not None:
                 running = self.recorder.recorded(running, step, bucket.index(), buffer, own, group)
-            if own.operation is None:
-                own.operation = Explaining.averaging(bucket.index(), hook_name, group)
-            future = self._pipeline.add(bucket, running, own.operation, is_first=is_first)
+            if own.operation is None or own.operation[0] != hook_name:
+                own.operation = hook_name, Explaining.averaging(bucket.index(), hook_name, group)
+            future = self._pipeline.add(bucket, running, own.operation[1], is_first=is_first)
         self.total_numel_before_compression += buffer.numel()
         self.total_numel_after_compression += compressor.sent_numel
         self._steps.gradient_bytes += buffer.nbytes

@@ -88,7 +88,7 @@ def not_normal(reconstruct):
 
 
 def not_orthonormal(_):
-    return lambda plan: None
+    return lambda panels, epsilon, scratch: None
 
 
 def another_q_on_each_rank(random):
@@ -159,7 +159,7 @@ PLANTED = [
     (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", error_dropped), "held_back_comes_out"),
     (POWER_SGD, (f"{PLAN}.project", sum_for_mean), "averages"),
     (POWER_SGD, (f"{PLAN}.back_project", divided_twice), "exact_up_to_rank"),
-    (POWER_SGD, (f"{PLAN}.orthonormalize", not_orthonormal), "contraction"),
+    (POWER_SGD, ("gradcomp.cpu.powersgd.orthonormalize", not_orthonormal), "contraction"),
     (POWER_SGD, (f"{PLAN}._random", another_q_on_each_rank), "rank_permutation"),
     (POWER_SGD, (f"{MATRIX_GROUP}.reconstruct", stale_p), "held_back_comes_out"),
     (RANK_1, (f"{MATRIX_GROUP}.reconstruct", stale_p_where_rows_are_odd), "exact_up_to_rank"),
