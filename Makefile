@@ -29,7 +29,7 @@ help:            ## list the targets
 demo: $(VENV)/demo-ready ## train a small GPT with five hooks and without, over an emulated link
 	$(BIN)/python -m benchmarks.demo $(ARGS)
 
-accuracy: $(VENV)/accuracy-ready  ## train two models to the end with every hook, from several seeds; compare validation losses
+accuracy: $(VENV)/accuracy-ready  ## train a GPT to the end with every hook, from several seeds; compare validation losses
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 
 test: $(VENV)/test-ready ## the library's tests

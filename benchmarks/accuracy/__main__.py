@@ -60,12 +60,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=positive, metavar="N", help=text)
     text = "of the tasks text and grammar, with momentum (default %(default)s)"
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help=text)
-    text = "the last steps, in which hooks send all in 8 bits, PowerSGD exactly (default %(default)s)"
-    parser.add_argument("--end-steps", type=positive_int, default=0, metavar="N", help=text)
     options = parse_training(parser, arguments, **DEFAULTS)
     options.ranks = options.simulated_ranks or options.ranks
     if (options.device == "cuda" or options.minutes) and not options.simulated_ranks:
         parser.error("--device cuda and --minutes are for --simulated-ranks")
+    if options.optimizer != "adamw" and not {"text", "grammar"}.issuperset(options.task.split(",")):
+        parser.error("--optimizer is for --task text and grammar")
     if options.minutes and (options.resume or "alone" in options.hooks):
         parser.error("--minutes makes its own steps for all runs together: leave out --resume and alone")
     if options.parameters:
@@ -96,7 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [found[run] for run in runs(options) if run in found]
     print("\n" + comparison.tables(rows))
     print(f"\nEvery run: {options.results}")
-    write_picture(comparison.draw, read(options.results), options.out / "accuracy.png")
+    rows = [row for row in read(options.results) if row["options"]["optimizer"] == options.optimizer]
+    write_picture(comparison.draw, rows, options.out / "accuracy.png")
     return 0
 
 

@@ -28,8 +28,7 @@ from benchmarks.training.wire import Link
 HOOKS = "none,bf16,int8,int4,powersgd:8:int8,auto"
 DEFAULTS = {"hook": HOOKS, "ranks": 2, "out": Path("build/demo"), "steps": 100, "width": 128, "layers": 4}
 DEFAULTS |= {"learning_rate": 1e-3, "batch": 4, "validations": 20, "keep_steps": True}
-DEFAULTS |= {"tasks": ["gpt"], "seeds": 1, "tokens_per_parameter": 0, "minutes": None}
-DEFAULTS |= {"optimizer": "adamw", "end_steps": 0}
+DEFAULTS |= {"tasks": ["gpt"], "seeds": 1, "tokens_per_parameter": 0, "minutes": None, "optimizer": ""}
 MAX_LOAD = 1.5  # per core, before the demo begins
 
 

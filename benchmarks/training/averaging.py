@@ -8,7 +8,6 @@ local:20:int4:delay=5        local steps, see LocalOptions
 fsdp2:int8:int4              FSDP2, see sharding.py
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +21,9 @@ import gradcomp
 from benchmarks.training import sharding
 from benchmarks.training.wire import is_simulated
 from gradcomp.comm.nodes import AUTO as TORCHRUNS
-from gradcomp.compress.recording.recorder import Recorder
-from gradcomp.compress.state import CompressorState
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.debugging_hooks import noop_hook
 from gradcomp.hooks.named_hooks import NamedHook
-from gradcomp.hooks.powerSGD_hook import PowerSGDState
-from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.local_steps import LocalSteps
 
 ALONE, AUTO, NOOP, TORCHS_FP16 = "alone", "auto", "noop", "torch:fp16"
@@ -93,9 +88,7 @@ class Averaged:
     net: the module. FSDP2 replaces its parameters: make the optimizer afterwards.
     start_iter: the steps before a hook compresses.
     auto_options: of auto_hook's state.
-    end_steps: the last steps, in which the state of a hook no longer compresses.
     model: what a step calls.
-    held_back: the norm of this rank's errors, over its gradients', after the last compressed step.
     """
 
     net: nn.Module
@@ -103,10 +96,7 @@ class Averaged:
     start_iter: int
     bucket_cap_mb: float | None = None
     auto_options: dict[str, Any] = field(default_factory=dict)
-    end_steps: int = 0
     model: Any = field(init=False)
-    state: Any = field(init=False, default=None)
-    held_back: float | None = field(init=False, default=None)
     local: LocalSteps | None = field(init=False, default=None)
     auto: AutoState | None = field(init=False, default=None)
 
@@ -135,18 +125,11 @@ class Averaged:
             self.model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
         else:
             ranks_per_node = 1 if self.name.endswith(FLAT) else TORCHRUNS
-            named = NamedHook.named(self.name.removesuffix(FLAT))
-            self.state, hook = named.state_and_hook(self.start_iter, ranks_per_node)
-            if self.name != "none":
-                self.model.register_comm_hook(self.state, hook)
+            hook = NamedHook.named(self.name.removesuffix(FLAT))
+            hook.register(self.model, self.start_iter, ranks_per_node)
 
     def end_step(self, number: int, num_steps: int) -> None:
         """Call it after the optimizer's step of this number, from 1 to num_steps."""
-        last = num_steps - self.end_steps
-        if isinstance(self.state, CompressorState) and number == last - 1:
-            Recorder(self.state)
-        elif isinstance(self.state, CompressorState) and number == last:
-            self._end_compression(self.state)
         if self.local is None:
             return
         options = self.local_options
@@ -159,18 +142,6 @@ class Averaged:
             self.local.join()
         else:
             self.local.step()
-
-    def _end_compression(self, state: CompressorState) -> None:
-        """Note what is held back. In end_steps, send gradients and errors in 8 bits (PowerSGD: exactly)."""
-        rows = [row for row in state.recorder.rows() if row["error_norm"] is not None]
-        state.recorder.detach()
-        if rows:
-            norms = [[row[name] for row in rows] for name in ("error_norm", "gradient_norm")]
-            self.held_back = math.hypot(*norms[0]) / math.hypot(*norms[1])
-        if self.end_steps and isinstance(state, QuantizationState):
-            state.bits = 8
-        elif self.end_steps and isinstance(state, PowerSGDState):
-            state.min_compression_rate = math.inf
 
     def weights(self) -> list[torch.Tensor]:
         """Return the weights that this rank computes with."""

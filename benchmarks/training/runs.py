@@ -27,7 +27,7 @@ TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for 
 BUCKET_CAP_MB = 1  # so that there are several buckets
 # The options, beside the task, the hook and the seed, on which a run's result depends.
 OPTIONS = ("ranks", "steps", "tokens_per_parameter", "width", "layers", "heads", "batch", "sequence")
-LATER_OPTIONS = {"optimizer": "adamw", "end_steps": 0}  # what rows without them had
+OPTIONS += ("optimizer",)
 PROBE_STEPS, USED_PART = 20, 0.9  # of options.minutes
 PER_STEP = ("losses", "step_bytes", "step_s")  # lists in a row
 
@@ -41,12 +41,12 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
 def recorded(options: argparse.Namespace) -> dict[tuple[int, str, str], Row]:
     """Return the rows in ``options.results`` of runs with these options, by seed, task and hook."""
     rows = read(options.results) if options.results.exists() else []
-    known = [row for row in rows if LATER_OPTIONS | row["options"] == options_of(options)]
+    known = [row for row in rows if row["options"] == options_of(options)]
     return {(row["seed"], row["task"], row["hook"]): row for row in known}
 
 
 def options_of(options: argparse.Namespace) -> dict[str, object]:
-    return {name: getattr(options, name) for name in (*OPTIONS, *LATER_OPTIONS)}
+    return {name: getattr(options, name) for name in OPTIONS}
 
 
 def train(
@@ -67,7 +67,7 @@ def train(
     recorder = Recorder(task.steps, wire, options.validations, is_alone=name == ALONE)
     start_iter = recorder.every
     auto_options = {"start_iter": start_iter, "rounds": 1}  # a short trial, for a short run
-    averaged = Averaged(task.net, name, start_iter, BUCKET_CAP_MB, auto_options, options.end_steps)
+    averaged = Averaged(task.net, name, start_iter, BUCKET_CAP_MB, auto_options)
     optimizers = task.optimizers(task.net, task.learning_rate if learning_rate is None else learning_rate)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(
@@ -110,8 +110,6 @@ def train(
     sent_bytes = sum(result["step_bytes"])
     if averaged.local is not None:
         result["bytes_per_step"] = sent_bytes // task.steps
-    elif options.end_steps:
-        result["bytes_per_step"] = result["step_bytes"][-1 - options.end_steps]
     return {
         "task": task_name,
         "hook": hook,
@@ -126,7 +124,6 @@ def train(
         **result,
         "validation_accuracy": accuracies[-1],
         "choice": averaged.auto and averaged.auto.choice,
-        "held_back": averaged.held_back,
         "options": options_of(options),
     }
 

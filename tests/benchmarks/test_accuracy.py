@@ -138,7 +138,7 @@ def test_optimizers_take_every_parameter_once(optimizer):
 
 def trained_here(rank, group, hook):
     """Train with a hook on gradcomp's wrapper, on simulated ranks or processes, and return the row."""
-    options = parse([*TINY_OPTIONS, "--steps=30", "--end-steps=5", "--optimizer=muon"])
+    options = parse([*TINY_OPTIONS, "--steps=20", "--task=text", "--optimizer=muon"])
     options.tokens_per_parameter = 0
     torch.set_num_threads(1)
     patch = pytest.MonkeyPatch()
@@ -148,20 +148,14 @@ def trained_here(rank, group, hook):
         return train("", "text", hook, 0, options, torch.device("cpu"), wire)
 
 
-@pytest.mark.parametrize(
-    ("hook", "held_back"), [("int4", (0.05, 0.3)), ("powersgd:1:int8", (1, 30)), ("local:5:int4", None)]
-)
-def test_simulated_ranks_compute_the_bits_of_processes(hook, held_back):
-    """The last five steps send more; what was held back before them is recorded."""
+@pytest.mark.parametrize("hook", ["int4", "powersgd:1:int8", "local:5:int4"])
+def test_simulated_ranks_compute_the_bits_of_processes(hook):
     (simulated, _), (processes, _) = (
         run_ranks(trained_here, 2, hook, ranks=ranks, timeout_s=300.0) for ranks in ("simulated", "gloo")
     )
-    assert all(simulated[name] == processes[name] for name in ("losses", "validation_losses", "held_back"))
+    assert all(simulated[name] == processes[name] for name in ("losses", "validation_losses"))
     # Messages have headings.
     assert simulated["bytes_per_step"] == pytest.approx(processes["bytes_per_step"], rel=0.05)
-    if held_back:
-        assert held_back[0] < simulated["held_back"] < held_back[1]
-        assert simulated["step_bytes"][-6] == simulated["bytes_per_step"] < simulated["step_bytes"][-1] / 1.5
 
 
 def test_simulated_ranks_fill_the_time(tmp_path, monkeypatch):
