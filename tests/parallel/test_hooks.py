@@ -130,6 +130,19 @@ def test_optimizers_in_backward(rank):
         found.append(flat(model))
     assert torch.equal(*found)
     assert torch.equal(*of_all_ranks(found[0]))
+    output = ddp(batch_of(model, rank, 0))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="changed, or without a gradient"):
+        loss_of(output).backward()
+    ddp(batch_of(model, rank, 0))  # takes the optimizers over; then they are detached again
+    for param in model.parameters():
+        del param._in_backward_optimizers
+    loss_of(ddp(batch_of(model, rank, 0))).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    gradcomp.DistributedDataParallel(model)  # whose forward has not run: the model is used by itself
+    loss_of(model(batch_of(model, rank, 0))).backward()
+    assert all(param.grad is None for param in model.parameters())
 
 
 @pytest.mark.ranks(1)
