@@ -162,6 +162,11 @@ def test_gradients_are_views_once_the_other_reducer_has_ended(rank, ending):
         for position, param in enumerate(bucket.parameters)
     )
     assert are_views == (ending != "kept")
+    if ending == "closed":
+        _third = reducer_of(upper(model), VIEW)
+        model[0].bias.grad, model[2].bias.grad = model[2].bias.grad, model[0].bias.grad
+        with pytest.raises(RuntimeError, match=r"bias is in the memory of the gradient of .* a clone"):
+            loss_of(model(torch.ones(2, 20))).backward()
 
 
 @pytest.mark.ranks(2)
