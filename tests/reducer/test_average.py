@@ -69,6 +69,8 @@ def test_arguments(rank):
         gradcomp.average_([torch.ones(2, dtype=torch.int64)])
     with pytest.raises(TypeError, match="got str"):
         gradcomp.average_(["text"])
+    with pytest.raises(TypeError, match="takes a list of tensors, got an object of type list_iterator"):
+        gradcomp.average_(iter([torch.ones(2)]))
     with pytest.raises(ValueError, match="in its state"):
         gradcomp.average_(
             [torch.ones(2)], debugging_hooks.noop_hook, process_group=torch.distributed.group.WORLD
