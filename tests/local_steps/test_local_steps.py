@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gradcomp import DistributedDataParallel as Wrapper
-from gradcomp.hooks.powerSGD_hook import powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.local_steps import LocalSteps
 from gradcomp.testing import run_ranks
@@ -264,6 +264,11 @@ REFUSED = [
     ("ValueError.*has a state, .* without the hook", lambda m, r, g: {"state": QuantizationState(g)}),
     ("TypeError.*a hook that is called with .*got 'int4'", lambda m, r, g: {"hook": "int4"}),
     ("TypeError.*LocalSteps.*process_group", lambda m, r, g: {"hook": print, "state": {"own": 1}}),
+    ("TypeError.*an object .*, got <class .*Quant", lambda m, r, g: {**INT4(g), "state": QuantizationState}),
+    (
+        ".*LocalSteps differs between the ranks: the state.* is .*QuantizationState. on rank 0 and .*Power",
+        lambda m, r, g: {**INT4(g), "state": PowerSGDState(g) if r else QuantizationState(g)},
+    ),
     (".*LocalSteps differs between the ranks: every is 5 on rank 0 and 6", lambda m, r, g: {"every": 5 + r}),
     (
         r".*LocalSteps differs between the ranks: outer optimizer\[1\] is",
