@@ -237,8 +237,10 @@ class Hooked(NamedTuple):
         return self._replace(state=group) if is_group else self
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of the state, if the state has one of this name."""
+        """Call a method of the state, if the state has one of this name. Raises TypeError for a class."""
         if self.can(method):
+            if isinstance(self.state, type):
+                raise TypeError(f"{self.name} takes an object as its state, got {described(self.state)}")
             getattr(self.state, method)(*arguments)
 
     @property

@@ -80,7 +80,7 @@ class LocalSteps:
     Buffers, such as BatchNorm's, stay each rank's own.
 
     Raises TypeError for another model, outer_optimizer or hook; ValueError for numbers and meshes that
-    don't fit; RuntimeError on every rank if the ranks' models or numbers differ.
+    don't fit; RuntimeError on every rank if the ranks' models, hooks or numbers differ.
 
     Example::
 
@@ -206,7 +206,8 @@ class LocalSteps:
 
     def _meet(self, *, is_new: bool) -> None:
         """Compare the ranks of the group, and take over what differs from a rank that has gone furthest."""
-        given = self._hooked.group if self._hooked.can("process_group") else self._hooked.state
+        has_state = self._hooked.can("process_group")  # otherwise the state is the group
+        given = self._hooked.group if has_state else self._hooked.state
         self._group = group = resolve_group("LocalSteps", given, "process_group")
         self._device = device_for(group, self._common.shards.values())
         self._hooks_name = f"{self._hooked.name} in LocalSteps"
@@ -222,6 +223,7 @@ class LocalSteps:
             "place in the mesh of shards": self._own.place,
             "outer optimizer": [rest["class"], rest["groups"] if are_all_new else "taken over"],
             "hook": common_name_of(self._hooked.hook),
+            "the state's type": common_name_of(type(self._hooked.state)) if has_state else None,
             "keep_undo": self._hooked.keep_undo,
         }
         advice = "Give every rank the same model, hook and numbers, and a group of ranks with the same shards"

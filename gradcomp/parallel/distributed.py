@@ -174,7 +174,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Synchronize what the forward needs; return its arguments, on the device."""
         self._has_run = True
         if torch.is_grad_enabled():
-            self.reducer.expect_finished()
+            self.reducer.before_forward()
         work = Join.notify_join_context(self)
         self._divisor = None
         if work is not None and not self._divide_by_initial_world_size:
@@ -324,14 +324,25 @@ class _WrappersReducer(Reducer):
         # The parameters are kept alive: an id may come again.
         left_alone = [param for name, param in module.named_parameters() if name in ignored]
         self._known = {id(param): param for param in [*self._params, *left_alone]}
+        self._stepping: list[torch.Tensor] = []
 
     def _rebuild_buckets(self) -> bool:
         """Return False, for Lightning's manual optimization, which calls this on torch's Reducer."""
         return False
 
+    def before_forward(self) -> None:
+        """Raise RuntimeError if the last backward did not reach all parameters.
+
+        Keep optimizers from stepping in the next one, also those attached since the last call. Not later: an
+        optimizer that is attached after the forward has stepped when backward tells of its parameter.
+        """
+        self.expect_finished()
+        self._steps_in_backward.look()
+        watched = [self._params[index] for index in self._steps_in_backward.handles]
+        self._stepping = [param for param in watched if optimizers_in_backward(param, detaches=True)]
+
     def expect_accumulation(self) -> None:
         """Say that the next backward only accumulates, unless it comes through outputs that were prepared."""
-        self._steps_in_backward.look()
         if not self._is_opaque:
             self._is_prepared = self._stays_prepared = False
 
@@ -367,7 +378,7 @@ class _WrappersReducer(Reducer):
         ]:
             self._sharing.require_averaged(found, named_parameters(ddp.module, self._ignored))  # type: ignore[union-attr]
         if is_averaged:
-            for param in self._steps_in_backward.stepping:
+            for param in self._stepping:
                 for optimizer in optimizers_in_backward(param):
                     optimizer.step()
                 param.grad = None

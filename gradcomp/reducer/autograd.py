@@ -21,7 +21,6 @@ from gradcomp.comm.torch_private import (
     current_graph_task_id,
     has_hooks_in_backward,
     not_compiled,
-    optimizers_in_backward,
     queue_callback,
 )
 
@@ -186,21 +185,15 @@ class StepsInBackward:
     Such a hook is one of register_post_accumulate_grad_hook, or of torch's _apply_optimizer_in_backward. Only
     parameters with such hooks cost time. A hook that only reads is no error.
 
-    detaches: keep optimizers of _apply_optimizer_in_backward from stepping there.
-
     handles: of the watched parameters, by index.
-    stepping: the parameters whose optimizers were kept from stepping.
     num_hooks: RemovableHandle.next_id, the number of the process's hooks, when look() last asked every
         parameter, which takes a hundredth of a step.
     versions_before: parameters' versions just before a backward accumulated their gradients.
     """
 
-    def __init__(
-        self, params: Sequence[torch.Tensor], names: Sequence[str], nodes: Sequence[Any], detaches: bool
-    ):
-        self._params, self._names, self._nodes, self._detaches = params, names, nodes, detaches
+    def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], nodes: Sequence[Any]):
+        self._params, self._names, self._nodes = params, names, nodes
         self.handles: dict[int, Any] = {}
-        self.stepping: list[torch.Tensor] = []
         self._task = self.num_hooks = -1
         self.versions_before: dict[int, int] = {}
         self.look()
@@ -213,9 +206,6 @@ class StepsInBackward:
             if index not in self.handles and has_hooks_in_backward(param):
                 hook = partial(self._record, weakref.ref(self), index)  # weakly: the watcher holds the node
                 self.handles[index] = self._nodes[index].register_prehook(hook)
-        if self._detaches:
-            watched = [self._params[index] for index in self.handles]
-            self.stepping = [param for param in watched if optimizers_in_backward(param, detaches=True)]
         self.num_hooks = RemovableHandle.next_id
 
     @staticmethod

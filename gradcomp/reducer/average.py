@@ -147,8 +147,9 @@ class Averaging:
 
 def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> None:
     """Raise TypeError for anything but averageable tensors, and ValueError for unusable keys."""
-    if isinstance(tensors, torch.Tensor):
-        raise TypeError("average_ takes a list of tensors, got a tensor: average_([tensor])")
+    if not isinstance(tensors, Sequence):
+        advice = ": average_([tensor])" * isinstance(tensors, torch.Tensor)
+        raise TypeError(f"average_ takes a list of tensors, got {described(tensors)}{advice}")
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__

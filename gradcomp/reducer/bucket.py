@@ -107,8 +107,8 @@ class Bucket:
         as_view: gradients become views of the buffer; otherwise they have, or get, memory of their own.
 
         On CUDA in one launch, unless some gradients are in the buffer already. Raises RuntimeError for a
-        gradient of another layout, dtype or device; with as_view, also for another shape, and for a gradient
-        in the memory of another parameter's.
+        gradient of another layout, dtype or device, or in the memory of another parameter's; with as_view,
+        also for another shape.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         found = {(each.layout, each.dtype, each.device) for each in gradients if each is not None}
@@ -118,11 +118,8 @@ class Bucket:
         outside = self._outside(gradients)
         if absent:
             torch._foreach_zero_(absent)
-        if as_view:
-            is_misplaced = not self.owner_of.keys().isdisjoint(outside.values())
-        else:
-            is_misplaced = len(outside) + len(absent) < len(gradients)  # views of a step before this one
-        if is_misplaced:
+        is_in_place = len(outside) + len(absent) < len(gradients)  # without as_view: views of an earlier step
+        if (is_in_place and not as_view) or not self.owner_of.keys().isdisjoint(outside.values()):
             self._take_out(gradients, outside, as_view)
         if scale != 1.0 and len(outside) + len(absent) < len(gradients):
             pairs = enumerate(zip(self.views, gradients, strict=True))
@@ -163,7 +160,7 @@ class Bucket:
             if owner == name:
                 gradients[position] = gradients[position].clone()  # type: ignore[union-attr]
                 self.parameters[position].grad = gradients[position]
-            elif owner is not None and as_view:
+            elif owner is not None:
                 raise RuntimeError(
                     f"the gradient of parameter {name} is in the memory of the gradient of {owner}, from "
                     "where its .grad or .grad.data was assigned. With gradient_as_bucket_view every gradient "

@@ -60,8 +60,7 @@ class Reducer:
     tensors. The first step compares options and hooks.
     """
 
-    # A wrapper's Reducer averages only backwards through prepared outputs, while others accumulate. It steps
-    # the optimizers of torch's _apply_optimizer_in_backward itself.
+    # A wrapper's Reducer averages only backwards through prepared outputs, while others accumulate.
     _is_wrappers = False
 
     @torch.inference_mode(False)
@@ -118,9 +117,7 @@ class Reducer:
         self._step: Step | None = None
         self._tasks: set[int] = set()  # the graph tasks at whose end _finish is called
         self._hooks = AccumulateGradHooks(self._params, self._names, self, Reducer._on_gradient)
-        self._steps_in_backward = StepsInBackward(
-            self._params, self._names, self._hooks.nodes, detaches=self._is_wrappers
-        )
+        self._steps_in_backward = StepsInBackward(self._params, self._names, self._hooks.nodes)
         self._sharing.open()
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:

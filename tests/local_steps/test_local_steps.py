@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gradcomp import DistributedDataParallel as Wrapper
-from gradcomp.hooks.powerSGD_hook import powerSGD_hook
+from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.local_steps import LocalSteps
 from gradcomp.testing import run_ranks
@@ -245,7 +245,7 @@ def test_the_inner_gradients_stay():
     assert run_ranks(run, 2) == [True] * 2
 
 
-INT4 = partial(hooked, "int4")
+INT4, STATES = partial(hooked, "int4"), (QuantizationState, PowerSGDState)
 # (the error and its message, LocalSteps' arguments of a model with a rank and its group)
 REFUSED = [
     ("ValueError.*every is 0, but must be an int and at least 1", lambda m, r, g: {"every": 0}),
@@ -264,11 +264,13 @@ REFUSED = [
     ("ValueError.*has a state, .* without the hook", lambda m, r, g: {"state": QuantizationState(g)}),
     ("TypeError.*a hook that is called with .*got 'int4'", lambda m, r, g: {"hook": "int4"}),
     ("TypeError.*LocalSteps.*process_group", lambda m, r, g: {"hook": print, "state": {"own": 1}}),
-    (".*LocalSteps differs between the ranks: every is 5 on rank 0 and 6", lambda m, r, g: {"every": 5 + r}),
+    ("TypeError.*an object .*, got <class .*Quant", lambda m, r, g: {**INT4(g), "state": QuantizationState}),
     (
-        r".*LocalSteps differs between the ranks: outer optimizer\[1\] is",
-        lambda m, r, g: {"outer_optimizer": torch.optim.SGD(m.parameters(), lr=0.5 + 0.1 * r)},
+        ".*the state.* is .*Quant.* on rank 0 and .*PowerSGD",
+        lambda m, r, g: {**INT4(g), "state": STATES[r](g)},
     ),
+    (".*LocalSteps differs between the ranks: every is 5 on rank 0 and 6", lambda m, r, g: {"every": 5 + r}),
+    (r".*ranks: outer optimizer\[1\] is", lambda m, r, g: {"outer_optimizer": nesterov(m) if r else None}),
 ]
 
 

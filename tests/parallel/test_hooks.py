@@ -1,7 +1,5 @@
 """Compare gradcomp.DistributedDataParallel with torch's: hooks, and optimizers within backward."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,18 +46,14 @@ def post_local_sgd():
     return state, torch_post_local_sgd.post_localSGD_hook
 
 
-def torchs_power_sgd(start):
-    return torch_powersgd.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=start)
-
-
 HOOKS_OF_TORCHS = {
     "allreduce": lambda: (None, torch_default.allreduce_hook),
     "fp16": lambda: (None, torch_default.fp16_compress_hook),
     "fp16 allreduce": lambda: (None, torch_default.fp16_compress_wrapper(torch_default.allreduce_hook)),
     "noop": lambda: (None, torch_debugging.noop_hook),
     "post-localSGD": post_local_sgd,
-    "powerSGD": lambda: (torchs_power_sgd(2), torch_powersgd.powerSGD_hook),
-    "powerSGD, not yet": lambda: (torchs_power_sgd(100), torch_powersgd.batched_powerSGD_hook),
+    "powerSGD": lambda: (torch_powersgd.PowerSGDState(None, 2, 2), torch_powersgd.powerSGD_hook),
+    "not yet": lambda: (torch_powersgd.PowerSGDState(None, 2, 100), torch_powersgd.batched_powerSGD_hook),
 }
 
 
@@ -111,9 +105,8 @@ def test_torchs_hooks_have_the_same_result(rank):
 @pytest.mark.ranks(2)
 def test_optimizers_in_backward(rank):
     """Optimizers step once their gradients are averaged. torch's DDP needs an accelerator for this."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit warns on import
-        from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim import _apply_optimizer_in_backward  # warns when it is imported
+
     found = []
     for inside in (True, False):
         torch.manual_seed(0)
@@ -130,6 +123,19 @@ def test_optimizers_in_backward(rank):
         found.append(flat(model))
     assert torch.equal(*found)
     assert torch.equal(*of_all_ranks(found[0]))
+    output = ddp(batch_of(model, rank, 0))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    with pytest.raises(RuntimeError, match="changed, or without a gradient"):
+        loss_of(output).backward()
+    ddp(batch_of(model, rank, 0))  # takes the optimizers over; then they are detached again
+    for param in model.parameters():
+        del param._in_backward_optimizers
+    loss_of(ddp(batch_of(model, rank, 0))).backward()
+    assert all(param.grad is not None for param in model.parameters())
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    gradcomp.DistributedDataParallel(model)  # whose forward has not run: the model is used by itself
+    loss_of(model(batch_of(model, rank, 0))).backward()
+    assert all(param.grad is None for param in model.parameters())
 
 
 @pytest.mark.ranks(1)

@@ -156,12 +156,15 @@ def test_gradients_are_views_once_the_other_reducer_has_ended(rank, ending):
         holder.reducer = first = None
     for _ in range(2):
         loss_of(model(torch.ones(2, 20))).backward()
-    are_views = all(
-        param.grad.data_ptr() == bucket.views[position].data_ptr()
-        for bucket in second.communicator.buckets
-        for position, param in enumerate(bucket.parameters)
-    )
+    buckets = second.communicator.buckets
+    pairs = [pair for each in buckets for pair in zip(each.parameters, each.views, strict=True)]
+    are_views = all(param.grad.data_ptr() == view.data_ptr() for param, view in pairs)
     assert are_views == (ending != "kept")
+    if ending == "closed":
+        _third = reducer_of(upper(model), VIEW)
+        model[0].bias.grad, model[2].bias.grad = model[2].bias.grad, model[0].bias.grad
+        with pytest.raises(RuntimeError, match=r"bias is in the memory of the gradient of .* a clone"):
+            loss_of(model(torch.ones(2, 20))).backward()
 
 
 @pytest.mark.ranks(2)

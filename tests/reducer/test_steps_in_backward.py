@@ -90,11 +90,7 @@ def test_hooks_that_only_look_are_let(rank):
         averaged = Averaged(model, way, **options)
         if when == "after":
             attach()
-        train(
-            averaged,
-            lambda forward, step: loss_of(forward(torch.full((2, 20), float(rank + step)))),
-            range(4),
-        )
+        train(averaged, lambda forward, step: loss_of(forward((rank + step) * torch.ones(2, 20))), range(4))
         assert len(seen) == 4 * 6, (way, when, options)
         assert torch.equal(*of_all_ranks(parameters_of(model))), (way, when, options)
 
