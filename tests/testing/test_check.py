@@ -142,10 +142,14 @@ def test_a_slow_hook_is_not_checked(monkeypatch):
 
 def test_a_hook_for_cuda_only_is_refused():
     def hook(group, bucket):
-        raise RuntimeError("expected a CUDA tensor")
+        raise RuntimeError(message)
 
+    message = "expected a CUDA tensor"
     with pytest.raises(ValueError, match=r'fails on CPU tensors: .* CUDA tensor.* device="cuda"'):
         check_hook(hook)
+    message = "no file cuda.yaml"
+    (failure,) = check_hook(hook, max_examples=2).failures
+    assert message in failure.message
 
 
 def test_what_fails_only_once_is_not_checked():
