@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -123,6 +124,13 @@ def test_a_failure_shows_what_the_hook_printed_and_may_end_the_check(capsys):
     assert failure.message.count("The hook printed, at the end:\nbucket 0\nbucket 0") == 1
     assert report.verdicts["scale_equivariant"].note == "a property before it fails"
     assert capsys.readouterr() == ("", "")
+
+
+def test_checks_in_threads_give_standard_output_back():
+    output, only = sys.stdout, ["completes"]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda n: check_hook(first_element_lost, max_examples=n, only=only), (2, 6)))
+    assert sys.stdout is output
 
 
 def test_a_slow_hook_is_not_checked(monkeypatch):
