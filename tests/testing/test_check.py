@@ -272,11 +272,12 @@ def test_a_sum_is_called_a_multiple_of_the_mean(state, claims, by):
             return scaled_mean(factor)(state, bucket)
         return compressors.hook(state, bucket).then(lambda future: future.value() * factor)
 
-    for factor, said in ((2.0, "the output is 2 × the mean"), (0.9, "the output is 0.9 × the mean")):
+    for factor in (2.0, 0.9, -1.0):
         (failure,) = check_hook(
             partial(hook, factor=factor), state, claims=claims, only=[by], max_examples=6
         ).failures
-        assert said in failure.message
+        assert f"the output is {factor:g} × the mean" in failure.message
+        assert "tracks=-" not in failure.message
 
 
 def test_what_is_no_multiple_of_the_mean_is_not_called_one():

@@ -109,7 +109,7 @@ class Subject:
         """Find the factor c for which Σ outputs is nearest to c · Σ means, such as 2 for a sum of two ranks.
 
         The hook is run on a matrix and a vector, with this workload's ranks, dtype and device. Gradients stay
-        the same, then zeros bring out held-back errors. Returns the larger c, and the larger
+        the same, then zeros bring out held-back errors. Returns the c farthest from 1, and the larger
         ‖Σ outputs − c · Σ means‖ / ‖c · Σ means‖: inf if the hook fails.
         """
         steady = replace(STEADY, steps=self.claims.start + STEADY.steps, world_size=workload.world_size)
@@ -121,7 +121,8 @@ class Subject:
             except (RankError, TooSlow):
                 return 1.0, math.inf
             found.append(fitted(*sums(run, self.claims.start)))
-        return max(factor for factor, _ in found), max(left / max(abs(c), 1e-300) for c, left in found)
+        factor = max((factor for factor, _ in found), key=lambda c: abs(c - 1))
+        return factor, max(left / max(abs(c), 1e-300) for c, left in found)
 
 
 def sums(run: Run, first_step: int) -> tuple[Tensor, Tensor]:
