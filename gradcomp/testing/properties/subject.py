@@ -272,10 +272,11 @@ def require_close(where: object, expected: Tensor, got: Tensor, allowed: Tensor 
     ratio = torch.where(off == 0, 0.0, off / limit).nan_to_num(math.inf)
     worst = int(ratio.argmax())
     if ratio[worst] > 1:
+        digits = 17 if expected.dtype == got.dtype == torch.float64 else 9
         raise PropertyFailure(
-            f"{where}, element {worst}: expected {expected.flatten()[worst].item():.9g} ({whose}), "
-            f"got {got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}; "
-            f"{int((ratio > 1).sum())} of {len(ratio)} elements"
+            f"{where}, element {worst}: expected {expected.flatten()[worst].item():.{digits}g} ({whose}), "
+            f"got {got.flatten()[worst].item():.{digits}g}; off by {off[worst]:.3g}, "
+            f"allowed {limit[worst]:.3g}; {int((ratio > 1).sum())} of {len(ratio)} elements"
         )
     return float(ratio[worst])
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from gradcomp.hooks import default_hooks
 from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, claims_of, properties, strategies
+from gradcomp.testing.properties.subject import require_close
 from tests.depth import everyday
 from tests.testing.averaging import done
 from tests.testing.compressors import Halves
@@ -207,6 +208,12 @@ class OtherHalfNext(MasksUsedTwice):
         if self.step % 2:
             sent = torch.ones(len(flat)).index_fill(0, sent, 0).nonzero()[:, 0]
         super().exchange(flat, sent, scale)
+
+
+def test_the_last_bit_of_fp64_is_shown():
+    one = torch.ones(1, dtype=torch.float64)
+    with pytest.raises(PropertyFailure, match=r"got 1\.0000000000000002; off by"):
+        require_close("here", one, one + 2.0**-52, 0.0, "rank 0's")
 
 
 def test_noise_that_the_next_step_cancels_is_no_fault():
