@@ -95,8 +95,8 @@ class Claims:
         whose sums differ from the gradients' sums: EF21 and a decaying error (1), momentum (more than 1).
     density: the mean fraction of a bucket's elements that a rank sends in a step. The others wait.
     unbiased: the expectation of the output is the mean.
-    variance: ω of an unbiased hook: E‖C(x) − x‖² ≤ ω ‖x‖², C(x) being the average, x the mean, and ‖x‖² the
-        ranks' mean. By default four times the probe's.
+    variance: ω of an unbiased hook: E‖output − mean‖² ≤ ω · the ranks' mean ‖gradient‖². By default four
+        times the probe's.
     keeps_zeros: elements that have been 0 on every rank in every step so far are exactly 0 in the average.
         "elements": all such elements. "lines": only rows and columns of them, as in a product of two factors.
         Plain steps and tensors of exact shapes keep every element.

@@ -358,11 +358,10 @@ SHARED_NOISE, LEAST_ELEMENTS = 0.5, 64
     measure="ω ≤",
 )
 def variance(subject: Subject, workload: Workload) -> Iterator[float]:
-    """E‖C(x) − x‖² ≤ ω ‖x‖², and random numbers are not used again for other elements, or in the next step.
+    """E‖output − mean‖² ≤ ω · the ranks' mean ‖gradient‖², and elements and steps have noise of their own.
 
-    ω is claims.variance (Alistarh et al., QSGD, NeurIPS 2017, lemma 3.1). C(x) is the output, x the mean, and
-    ‖x‖² the ranks' mean. There are as many steps as in `unbiased`, with one gradient; their mean may
-    be above ω by chance with a probability of about 1e-6.
+    ω is claims.variance (Alistarh et al., QSGD, NeurIPS 2017, lemma 3.1). There are as many steps as in
+    `unbiased`, with one gradient; the mean over them may be above ω by chance with a probability of 1e-6.
 
     Noise that all elements share, as of one coin for a whole tensor, has the variance of independent noise,
     but moves all weights together: at most half of Σ‖noise‖² may be in one direction. And the noise of

@@ -218,7 +218,9 @@ def test_the_last_bit_of_fp64_is_shown():
 
 def test_noise_that_the_next_step_cancels_is_no_fault():
     workload = Workload(((8, 8),), noise=1.0)
-    assert properties.variance(compressed, OtherHalfNext, workload, claims=replace(UNBIASED, variance=1.0)) > 0
+    assert (
+        properties.variance(compressed, OtherHalfNext, workload, claims=replace(UNBIASED, variance=1.0)) > 0
+    )
 
 
 @settings(max_examples=everyday(5, 100), derandomize=True, database=None)
