@@ -259,7 +259,7 @@ class BucketSteps:
                 yield cls(name, means, outputs, held, rounding)
 
 
-# The most compressed steps that `unbiased` runs, its calls of the hook, and elements of these steps.
+# The most compressed steps that `unbiased` runs, its calls of the hook, and their elements; 8 steps always.
 NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 2048, 1 << 22
 
 
@@ -273,10 +273,10 @@ NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 2048, 1 << 22
 def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     """The expectation of the output is the mean.
 
-    Two gradients take turns in 512 steps, or fewer if the workload is large: a hook that outputs the previous
-    step's average deviates, too. Each pair of steps is a draw, independent if the hook draws new random
-    numbers in every step. One half of the draws, chosen at random, yields the direction d of the outputs'
-    deviation from the mean. The other half, n draws, yields
+    Two gradients take turns in 512 steps, or as few as 8 if the workload is large: a hook that outputs the
+    previous step's average deviates, too. Each pair of steps is a draw, independent if the hook draws new
+    random numbers in every step. One half of the draws, chosen at random, yields the direction d of the
+    outputs' deviation from the mean. The other half, n draws, yields
 
         t = mean(⟨output − mean, d⟩) / (their standard deviation / √n)
 
