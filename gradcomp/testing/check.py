@@ -135,8 +135,8 @@ def check_hook(
 
     The same call draws the same workloads. A counterexample is the smallest that Hypothesis finds. Properties
     pass over workloads on which `completes` or `finite_in_finite_out` fails. A line on standard error shows
-    the progress, if that is a terminal; what the hook prints is shown with a failure. What would take longer
-    than three minutes (for more than 25 examples, so many times as long) is not checked.
+    the progress, if that is a terminal; what the hook prints is shown with a failure, except in processes.
+    What would take longer than three minutes (or more, for over 25 examples) is not checked.
 
     Raises TypeError if make_state can't be called; ValueError for an unknown name in `only`, or as claims_of.
     """
