@@ -6,6 +6,7 @@ import io
 import math
 import shutil
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 LONGEST_MESSAGE = 14  # lines; a longer one holds a traceback: its middle lines are left out
 MOST_SIMPLER = 40  # workloads that are tried to simplify a failing one
 MOST_PRINTED = 5  # lines of a hook's own
+_CAPTURED = threading.RLock()  # standard output is the whole process's: checks take turns
 LONGEST_S = 180.0  # of a check with 25 examples; right hooks take 10 to 60 s of a CPU
 
 
@@ -133,8 +135,8 @@ def check_hook(
 
     The same call draws the same workloads. A counterexample is the smallest that Hypothesis finds. Properties
     pass over workloads on which `completes` or `finite_in_finite_out` fails. A line on standard error shows
-    the progress, if that is a terminal; what the hook prints is shown with a failure. What would take longer
-    than three minutes (for more than 25 examples, so many times as long) is not checked.
+    the progress, if that is a terminal; what the hook prints is shown with a failure, except in processes.
+    What would take longer than three minutes (or more, for over 25 examples) is not checked.
 
     Raises TypeError if make_state can't be called; ValueError for an unknown name in `only`, or as claims_of.
     """
@@ -148,7 +150,7 @@ def check_hook(
     subject = Subject(hook, make_state, claims, ranks, device, LONGEST_S * max(1.0, max_examples / 25))
     world_sizes = WORLD_SIZES if world_size is None else (world_size,)
     limits = (world_sizes, dtypes or (torch.float32, torch.float64), device)
-    with redirect_stdout(io.StringIO()), ExitStack() as at_end:
+    with _CAPTURED, redirect_stdout(io.StringIO()), ExitStack() as at_end:
         at_end.callback(_show, "")
         _show(f"{subject.name}: inferring its claims")
         try:

@@ -95,8 +95,8 @@ class Claims:
         whose sums differ from the gradients' sums: EF21 and a decaying error (1), momentum (more than 1).
     density: the mean fraction of a bucket's elements that a rank sends in a step. The others wait.
     unbiased: the expectation of the output is the mean.
-    variance: ω of an unbiased hook: E‖C(x) − x‖² ≤ ω ‖x‖², C(x) being the average, x the mean, and ‖x‖² the
-        ranks' mean. By default four times the probe's.
+    variance: ω of an unbiased hook: E‖output − mean‖² ≤ ω · the ranks' mean ‖gradient‖². By default four
+        times the probe's.
     keeps_zeros: elements that have been 0 on every rank in every step so far are exactly 0 in the average.
         "elements": all such elements. "lines": only rows and columns of them, as in a product of two factors.
         Plain steps and tensors of exact shapes keep every element.
@@ -189,6 +189,11 @@ PROBE = Workload(((24, 24), (24,)), steps=PROBED_STEPS, noise=1.0, drift=1.0, ma
 LONGEST_START = 16
 # A hook of 8 bits counts as one that averages if ‖output − mean‖ / ‖mean‖ is at most this.
 AVERAGES_WITHIN = 0.05
+# The last line of an error where there is no GPU, or where a tensor isn't on it.
+NEEDS_A_GPU = re.compile(
+    r"[\w.]+: .*(not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|0 active drivers|"
+    r"same device.*cuda|CUDA tensor|\(cpu tensor\?)"
+)
 # The noise of one rank may be twice that of the average over the probe's two; twice this for chance.
 VARIANCE_OF_ONE = 4.0
 _TORCHS_ERRORS: ErrorsOf = attrgetter("error_dict")
@@ -206,16 +211,16 @@ def claims_of(
     keeps more than its errors: its outputs may depend on more than gradient + error, as on a prediction.
 
     Correct a wrong inference with `claims=dataclasses.replace(claims_of(hook, make_state), ...)`.
-    Raises ValueError if a state starts to compress after more than 16 steps, or if the hook fails on CPU
-    tensors and speaks of CUDA; RankError if it fails for another reason.
+    Raises ValueError if a state starts to compress after more than 16 steps, or if the hook fails for
+    want of a GPU; RankError if it fails for another reason.
     """
     try:
         return _claims_of(hook, make_state, device, ranks)
     except RankError as error:
-        last = [line for line in str(error).splitlines()[-4:] if not line.strip().startswith("File ")]
-        if device == "cpu" and re.search("cuda|nvidia|cpu tensor", "\n".join(last), re.IGNORECASE):
+        *_, last = str(error).splitlines()
+        if device == "cpu" and NEEDS_A_GPU.match(last):
             raise ValueError(
-                f"the hook fails on CPU tensors: {last[-1]}. If it needs a GPU's, use a machine with one, "
+                f"the hook fails on CPU tensors: {last}. If it needs a GPU's, use a machine with one, "
                 'and device="cuda"'
             ) from error
         raise

@@ -18,6 +18,7 @@ from gradcomp.comm.bucket import Hook
 from gradcomp.command_line import aligned
 from gradcomp.testing.claims import Claims, declared
 from gradcomp.testing.properties.accuracy import BucketSteps
+from gradcomp.testing.properties.subject import flat
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import MakeState, run_hook
 from gradcomp.testing.strategies import SPECTRA
@@ -37,8 +38,8 @@ class Comparison:
     energy: 1 − error².
     δ: 1 − ‖M − C‖² / ‖M‖² (contraction), a mean over the steps; with error feedback M is G plus what is held
         back. δ ±: its standard deviation.
-    ω: ‖(C − G) − the steps' mean of C − G‖² / ‖G‖² (variance), a mean over the steps; of an average over the
-        ranks. NaN with error feedback, whose steps depend on each other. ω ±: its standard deviation.
+    ω: ‖(C − G) − the steps' mean of C − G‖² / the ranks' mean ‖gradient‖² (variance; see Claims), a mean over
+        the steps. NaN with error feedback, whose steps depend on each other. ω ±: its standard deviation.
     """
 
     rows: list[dict[str, Any]]
@@ -123,8 +124,8 @@ def compare(
     return Comparison(rows)
 
 
-# A bucket's steps on rank 0, the bytes sent in the last one, and whether its state keeps errors.
-_Outcome = tuple[BucketSteps, int, bool]
+# A bucket's steps on rank 0, the last one's bytes, the ranks' mean ‖gradient‖², and whether it keeps errors.
+_Outcome = tuple[BucketSteps, int, Tensor, bool]
 
 
 def _outcomes(hook: Hook, make_state: MakeState, workload: Workload) -> Iterator[_Outcome]:
@@ -145,23 +146,25 @@ def _outcomes(hook: Hook, make_state: MakeState, workload: Workload) -> Iterator
         run = run_hook(hook, started, RecordedWorkload.of(of_bucket))
         keeps_errors = max(run.state_numels[-1]) >= workload.numel(*indices)
         keeps_errors = declared(hook, state)[0].get("error_feedback", keeps_errors)
-        yield next(BucketSteps.each(Claims(), run)), max(run.wire_bytes[-1]), keeps_errors
+        squares = torch.stack([flat(run.workload.stacked(i)).square().sum() / len(ranks) for i in steps])
+        yield next(BucketSteps.each(Claims(), run)), max(run.wire_bytes[-1]), squares, keeps_errors
 
 
 def _measures(outcomes: Sequence[_Outcome]) -> dict[str, float]:
     """Return a row's numbers, by column."""
     means = torch.cat([steps.means for steps, *_ in outcomes], dim=1)
     averages = torch.cat([steps.outputs for steps, *_ in outcomes], dim=1)
-    held = torch.cat([steps.held[:-1] * keeps_errors for steps, _, keeps_errors in outcomes], dim=1)
+    held = torch.cat([steps.held[:-1] * keeps_errors for steps, *_, keeps_errors in outcomes], dim=1)
     given = means + held
     off, mean, average = averages - means, means[-1], averages[-1]
     error = _ratio(off[-1].norm(), mean.norm())
     contractions = 1 - _ratio((averages - given).square().sum(1), given.square().sum(1))
-    variances = _ratio((off - off.mean(0)).square().sum(1), means.square().sum(1))
+    sizes = torch.stack([squares for *_, squares, _ in outcomes]).sum(0)
+    variances = _ratio((off - off.mean(0)).square().sum(1), sizes)
     if any(keeps_errors for *_, keeps_errors in outcomes):
         variances *= math.nan
     numbers = {
-        "bytes/element": sum(wire_bytes for _, wire_bytes, _ in outcomes) / max(1, means.shape[1]),
+        "bytes/element": sum(wire_bytes for _, wire_bytes, *_ in outcomes) / max(1, means.shape[1]),
         "summed": _ratio(off.sum(0).norm(), means.sum(0).norm()),
         "error": error,
         "cosine": average @ mean / (average.norm() * mean.norm()),

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -125,6 +126,13 @@ def test_a_failure_shows_what_the_hook_printed_and_may_end_the_check(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_checks_in_threads_give_standard_output_back():
+    output, only = sys.stdout, ["completes"]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda n: check_hook(first_element_lost, max_examples=n, only=only), (2, 6)))
+    assert sys.stdout is output
+
+
 def test_a_slow_hook_is_not_checked(monkeypatch):
     clock = [0.0]
     time = SimpleNamespace(monotonic=lambda: clock[0])
@@ -142,10 +150,14 @@ def test_a_slow_hook_is_not_checked(monkeypatch):
 
 def test_a_hook_for_cuda_only_is_refused():
     def hook(group, bucket):
-        raise RuntimeError("expected a CUDA tensor")
+        raise RuntimeError(message)
 
+    message = "expected a CUDA tensor"
     with pytest.raises(ValueError, match=r'fails on CPU tensors: .* CUDA tensor.* device="cuda"'):
         check_hook(hook)
+    message = "no file cuda.yaml"
+    (failure,) = check_hook(hook, max_examples=2).failures
+    assert message in failure.message
 
 
 def test_what_fails_only_once_is_not_checked():
@@ -260,11 +272,12 @@ def test_a_sum_is_called_a_multiple_of_the_mean(state, claims, by):
             return scaled_mean(factor)(state, bucket)
         return compressors.hook(state, bucket).then(lambda future: future.value() * factor)
 
-    for factor, said in ((2.0, "the output is 2 × the mean"), (0.9, "the output is 0.9 × the mean")):
+    for factor in (2.0, 0.9, -1.0):
         (failure,) = check_hook(
             partial(hook, factor=factor), state, claims=claims, only=[by], max_examples=6
         ).failures
-        assert said in failure.message
+        assert f"the output is {factor:g} × the mean" in failure.message
+        assert "tracks=-" not in failure.message
 
 
 def test_what_is_no_multiple_of_the_mean_is_not_called_one():

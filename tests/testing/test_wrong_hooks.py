@@ -61,6 +61,7 @@ def test_the_command_line(capsys):
         (["nothing:here"], "name 'nothing:here': module 'nothing' fails: ModuleNotFoundError"),
         ([*names, "--only", "foo"], "argument --only: invalid choice: 'foo'"),
         ([*names, "--claim", "foo"], "argument --claim: 'foo' is not NAME=VALUE"),
+        ([*names, "--device", "cpux"], "error: --device cpux: Expected one of cpu, cuda"),
     ):
         assert message in refusal(capsys, main, wrong)
 

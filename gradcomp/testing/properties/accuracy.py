@@ -259,7 +259,7 @@ class BucketSteps:
                 yield cls(name, means, outputs, held, rounding)
 
 
-# The most compressed steps that `unbiased` runs, its calls of the hook, and elements of these steps.
+# The most compressed steps that `unbiased` runs, its calls of the hook, and their elements; 8 steps always.
 NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 2048, 1 << 22
 
 
@@ -273,10 +273,10 @@ NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 2048, 1 << 22
 def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     """The expectation of the output is the mean.
 
-    Two gradients take turns in 512 steps, or fewer if the workload is large: a hook that outputs the previous
-    step's average deviates, too. Each pair of steps is a draw, independent if the hook draws new random
-    numbers in every step. One half of the draws, chosen at random, yields the direction d of the outputs'
-    deviation from the mean. The other half, n draws, yields
+    Two gradients take turns in 512 steps, or as few as 8 if the workload is large: a hook that outputs the
+    previous step's average deviates, too. Each pair of steps is a draw, independent if the hook draws new
+    random numbers in every step. One half of the draws, chosen at random, yields the direction d of the
+    outputs' deviation from the mean. The other half, n draws, yields
 
         t = mean(⟨output − mean, d⟩) / (their standard deviation / √n)
 
@@ -286,7 +286,7 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     Yields t.
     """
     claims = subject.claims
-    workload, means, outputs = _in_turn(subject, workload)
+    workload, means, outputs = _in_turn(subject, replace(workload, drift=1.0))
     num_pairs, mean = len(outputs), flat(means)
     # Tensors may differ by orders of magnitude: each is divided by its own rms.
     unit = torch.cat([t.square().mean().sqrt().clamp(min=1e-300).expand(t.numel()) for t in means])
@@ -321,7 +321,7 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
 
 
 def _in_turn(subject: Subject, workload: Workload) -> tuple[Workload, list[Tensor], Tensor]:
-    """Run the hook on two gradients in turn.
+    """Run the hook on two gradients in turn, which are equal if the workload's drift is 0.
 
     Returns the workload, the two gradients' means, tensor by tensor, and rank 0's outputs of each pair of
     compressed steps: [pairs, elements of both gradients] in float64.
@@ -329,7 +329,7 @@ def _in_turn(subject: Subject, workload: Workload) -> tuple[Workload, list[Tenso
     start, numel = subject.claims.start, workload.numel(*range(len(workload.shapes)))
     calls_of_a_step = workload.world_size * len(workload.buckets)
     num_steps = max(8, min(NUM_STEPS, NUM_CALLS // calls_of_a_step, NUM_ELEMENTS // numel) // 4 * 4)
-    workload = replace(workload, drift=1.0, period=2, steps=start + num_steps, zero_steps=0)
+    workload = replace(workload, period=2, steps=start + num_steps, zero_steps=0)
     run = subject.finite_run(workload)
     means = [tensor for step in (start, start + 1) for tensor in workload.mean(step)]
     outputs = torch.stack([flat(by_rank[0]) for by_rank in run.outputs[start:]])
@@ -358,34 +358,33 @@ SHARED_NOISE, LEAST_ELEMENTS = 0.5, 64
     measure="ω ≤",
 )
 def variance(subject: Subject, workload: Workload) -> Iterator[float]:
-    """E‖C(x) − x‖² ≤ ω ‖x‖², and random numbers are not used again for other elements, or in the next step.
+    """E‖output − mean‖² ≤ ω · the ranks' mean ‖gradient‖², and elements and steps have noise of their own.
 
-    ω is claims.variance (Alistarh et al., QSGD, NeurIPS 2017, lemma 3.1). C(x) is the output, x the mean, and
-    ‖x‖² the ranks' mean. Steps are those of `unbiased`; the mean over them may be above ω by chance with a
-    probability of about 1e-6.
+    ω is claims.variance (Alistarh et al., QSGD, NeurIPS 2017, lemma 3.1). There are as many steps as in
+    `unbiased`, with one gradient; the mean over them may be above ω by chance with a probability of 1e-6.
 
     Noise that all elements share, as of one coin for a whole tensor, has the variance of independent noise,
     but moves all weights together: at most half of Σ‖noise‖² may be in one direction. And the noise of
     an element in one step may have a correlation of at most a half, on average over the elements, with its
-    noise in the next step, which `unbiased` takes for independent. Both are checked from 64 elements on.
+    noise in the next step; a negative one cancels noise. Both are checked from 64 elements on.
 
     Yields ω.
     """
     claimed = subject.claims.variance
     assert claimed is not None
-    workload, means, outputs = _in_turn(subject, workload)
+    workload, means, outputs = _in_turn(subject, replace(workload, drift=0.0))
     start, num_pairs = subject.claims.start, len(outputs)
     size = sum(t.square().sum() for i in (0, 1) for t in workload.stacked(start + i)) / workload.world_size
     found = (outputs - flat(means)).square().sum(1) / float(size)
     by_chance = _most_by_chance(num_pairs) * float(found.std()) / math.sqrt(num_pairs)
-    over = f"over {2 * num_pairs} steps with two gradients in turn"
+    over = f"over {2 * num_pairs} steps with the same gradient"
     if found.mean() > claimed + by_chance:
         raise PropertyFailure(f"got ω = {found.mean():.3g} {over}; chance explains {by_chance:.2g} more")
     one, other = (outputs - outputs.mean(0)).chunk(2, dim=1)
     norms = one.norm(dim=0) * other.norm(dim=0)
     shared = {
         "all elements": torch.linalg.matrix_norm(one, 2) ** 2 / one.square().sum(),
-        "a step and the next one": ((one * other).sum(0).abs() / norms.clamp(min=1e-300)).mean(),
+        "a step and the next one": ((one * other).sum(0) / norms.clamp(min=1e-300)).mean(),
     }
     for whose, share in shared.items() if one.shape[1] >= LEAST_ELEMENTS else ():
         if share > SHARED_NOISE and found.mean() > subject.claims.unit_roundoff(workload.dtype):

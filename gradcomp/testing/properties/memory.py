@@ -30,7 +30,7 @@ def _declined(subject: Subject, workload: Workload) -> str:
     """Return how to decline error_feedback: also by tracks, if the hook tracks a multiple of the mean."""
     text = "error_feedback=False"
     factor, off = subject.multiple_of_mean(workload)
-    if off <= TRACKED_WITH_MOMENTUM_WITHIN:
+    if factor > 0 and off <= TRACKED_WITH_MOMENTUM_WITHIN:
         text += f" or tracks={factor:.2g} (EF21, momentum, errors that decay)"
     return text + ". Are errors kept by bucket index? DDP rearranges its buckets once" * workload.rearranged
 

@@ -109,7 +109,7 @@ class Subject:
         """Find the factor c for which Σ outputs is nearest to c · Σ means, such as 2 for a sum of two ranks.
 
         The hook is run on a matrix and a vector, with this workload's ranks, dtype and device. Gradients stay
-        the same, then zeros bring out held-back errors. Returns the larger c, and the larger
+        the same, then zeros bring out held-back errors. Returns the c farthest from 1, and the larger
         ‖Σ outputs − c · Σ means‖ / ‖c · Σ means‖: inf if the hook fails.
         """
         steady = replace(STEADY, steps=self.claims.start + STEADY.steps, world_size=workload.world_size)
@@ -121,7 +121,8 @@ class Subject:
             except (RankError, TooSlow):
                 return 1.0, math.inf
             found.append(fitted(*sums(run, self.claims.start)))
-        return max(factor for factor, _ in found), max(left / max(abs(c), 1e-300) for c, left in found)
+        factor = max((factor for factor, _ in found), key=lambda c: abs(c - 1))
+        return factor, max(left / max(abs(c), 1e-300) for c, left in found)
 
 
 def sums(run: Run, first_step: int) -> tuple[Tensor, Tensor]:
@@ -271,10 +272,11 @@ def require_close(where: object, expected: Tensor, got: Tensor, allowed: Tensor 
     ratio = torch.where(off == 0, 0.0, off / limit).nan_to_num(math.inf)
     worst = int(ratio.argmax())
     if ratio[worst] > 1:
+        digits = 17 if expected.dtype == got.dtype == torch.float64 else 9
         raise PropertyFailure(
-            f"{where}, element {worst}: expected {expected.flatten()[worst].item():.9g} ({whose}), "
-            f"got {got.flatten()[worst].item():.9g}; off by {off[worst]:.3g}, allowed {limit[worst]:.3g}; "
-            f"{int((ratio > 1).sum())} of {len(ratio)} elements"
+            f"{where}, element {worst}: expected {expected.flatten()[worst].item():.{digits}g} ({whose}), "
+            f"got {got.flatten()[worst].item():.{digits}g}; off by {off[worst]:.3g}, "
+            f"allowed {limit[worst]:.3g}; {int((ratio > 1).sum())} of {len(ratio)} elements"
         )
     return float(ratio[worst])
 

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 
 from gradcomp.hooks import default_hooks
 from gradcomp.testing import Claims, PropertyFailure, Tolerance, Workload, claims_of, properties, strategies
+from gradcomp.testing.properties.subject import require_close
 from tests.depth import everyday
 from tests.testing.averaging import done
 from tests.testing.compressors import Halves
 from tests.testing.compressors import hook as compressed
+from tests.testing.wrong_averages import MasksUsedTwice
 
 FP32 = Tolerance.rounding(torch.float32)
 AVERAGES = Claims(FP32, torch.float32, scale_equivariant=True, rank_symmetric=True, bucket_insensitive=True)
@@ -199,6 +201,26 @@ def test_unbiased_hooks_are_not_failed_and_small_biases_are_found():
         assert abs(properties.unbiased(rounded, None, workload, claims=UNBIASED)) < 4
     with pytest.raises(PropertyFailure, match="t = "):
         properties.unbiased(partial(rounded, bias=0.1), None, workload, claims=UNBIASED)
+
+
+class OtherHalfNext(MasksUsedTwice):
+    def exchange(self, flat, sent, scale):
+        if self.step % 2:
+            sent = torch.ones(len(flat)).index_fill(0, sent, 0).nonzero()[:, 0]
+        super().exchange(flat, sent, scale)
+
+
+def test_the_last_bit_of_fp64_is_shown():
+    one = torch.ones(1, dtype=torch.float64)
+    with pytest.raises(PropertyFailure, match=r"got 1\.0000000000000002; off by"):
+        require_close("here", one, one + 2.0**-52, 0.0, "rank 0's")
+
+
+def test_noise_that_the_next_step_cancels_is_no_fault():
+    workload = Workload(((8, 8),), noise=1.0)
+    assert (
+        properties.variance(compressed, OtherHalfNext, workload, claims=replace(UNBIASED, variance=1.0)) > 0
+    )
 
 
 @settings(max_examples=everyday(5, 100), derandomize=True, database=None)
