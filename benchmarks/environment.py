@@ -38,7 +38,8 @@ def describe(device: torch.device) -> Row:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU {_cpu_name()}, {torch.get_num_threads()} threads"
+    found = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+    return f"CPU {found[1].strip() if found else platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def commit() -> str:
@@ -57,11 +58,6 @@ def commit() -> str:
 def driver_version() -> str | None:
     output = _output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return output.splitlines()[0].strip() if output else None
-
-
-def _cpu_name() -> str:
-    found = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
-    return found[1].strip() if found else platform.machine()
 
 
 def _output_of(command: list[str]) -> str | None:

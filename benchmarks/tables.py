@@ -169,9 +169,44 @@ def on_devices() -> Iterator[tuple[str, str]]:
     )
 
 
+def of_text(**options: int) -> dict[str, comparison.Summary]:
+    """Summarize the rows of local steps with these options, after none with its best learning rate."""
+    rows = read(RESULTS / "accuracy_local_steps_text.jsonl")
+    rows = [row for row in rows if options.items() <= row["options"].items()]
+    nones = [row for row in rows if row["hook"].startswith("none")]
+    none = min((row for row in nones if row["seed"] == 0), key=lambda row: row["validation_loss"])["hook"]
+    compared = report.of(rows, hook=none) + [row for row in rows if row not in nones]
+    return {each.hook.removesuffix(":lr=0.005"): each for each in comparison.summaries(compared)["text"]}
+
+
+def on_local_steps() -> Iterator[str]:
+    """Yield lines and sentences on the losses of local steps."""
+    found = of_text(width=64, batch=8)
+    none = next(iter(found.values()))
+    yield f"ends at {statistics.mean(none.losses):.3f} nats"
+    names = {f"{every}, int4": f"local:{every}:int4" for every in (10, 30)}
+    names |= {"**3 to 50, int4**": "local:3:int4:to=50"}
+    names |= {"10, int4, DiLoCo's outer optimizer": "local:10:int4:outer=0.7/0.9:lr=0.001"}
+    names |= {"every step, PowerSGD r = 2, int8 factors": "powersgd:2:int8"}
+    for setting, hook in names.items():
+        loss = comparison.mean_and_spread(found[hook].differences, 3, "+")
+        yield f"| {setting} | {none.bytes_per_step / found[hook].bytes_per_step:.1f}× | {loss} |"
+    yield "A rank alone adds {:.3f}.".format(*found["alone"].differences)
+    yield "`every=2` ({:+.3f})".format(*found["local:2:int4"].differences)
+    costs = []
+    for each in (found, of_text(width=96, batch=16), of_text(batch=32)):
+        baseline, *_ = (statistics.mean(of_hook.losses) / 100 for of_hook in each.values())
+        local = (statistics.mean(each[name].differences) for name in ("local:3:int4:to=50", "local:10:int4"))
+        costs += [f"{difference / baseline:.1f}" for difference in local]
+    yield f"3 to 50 costs {costs[0]} % at 137 k parameters and 512 tokens per rank and step, {costs[2]} %"
+    yield f"at 279 k and 1,024 (10: {costs[1]}, {costs[3]} %)"
+    yield f"(2,048 tokens and four times the text: {costs[4]} %)"
+
+
 def texts() -> Iterator[tuple[str, str]]:
     """Yield (page, what it says by the rows)."""
     yield from (*tables(), *on_networks(), *on_devices())
+    yield from (("docs/frameworks/local_steps.md", text) for text in on_local_steps())
     yield "README.md", "\n".join(readmes_lines())
     none, alone, *_ = LOSSES
     model = f"a GPT of {ACCURACY[0]['num_parameters']:,} parameters"

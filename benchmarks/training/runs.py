@@ -69,12 +69,11 @@ def train(
     auto_options = {"start_iter": start_iter, "rounds": 1}  # a short trial, for a short run
     averaged = Averaged(task.net, name, start_iter, BUCKET_CAP_MB, auto_options)
     optimizers = task.optimizers(task.net, task.learning_rate if learning_rate is None else learning_rate)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            each, lambda step: min((step + 1) / task.warmup_steps, 1) * (1 - step / task.steps)
-        )
-        for each in optimizers
-    ]
+
+    def rate(step: int) -> float:
+        return min((step + 1) / task.warmup_steps, 1) * (1 - step / task.steps)
+
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
     accuracies: list[float] = []
     half = partial(torch.autocast, device.type, torch.bfloat16, enabled=on_cuda)
 

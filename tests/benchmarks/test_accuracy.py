@@ -3,7 +3,6 @@
 They need matplotlib: pip install 'gradcomp[accuracy]'.
 """
 
-import statistics
 import subprocess
 from argparse import Namespace
 
@@ -272,15 +271,6 @@ def test_the_picture_has_a_line_per_hook_over_sizes(tmp_path):
         comparison.draw(rows[:3], tmp_path / "accuracy.png")
 
 
-LOCAL_STEPS = {
-    "**3 to 50, int4**": "local:3:int4:to=50:lr=0.005",
-    "10, int4": "local:10:int4:lr=0.005",
-    "30, int4": "local:30:int4:lr=0.005",
-    "10, int4, DiLoCo's outer optimizer": "local:10:int4:outer=0.7/0.9:lr=0.001",
-    "every step, PowerSGD r = 2, int8 factors": "powersgd:2:int8:lr=0.005",
-}
-
-
 def test_the_costs_of_sharded_models_are_of_the_recorded_runs():
     page = (ROOT / "docs" / "fsdp.md").read_text()
     rows = read(ROOT / "benchmarks" / "results" / "accuracy_fsdp.jsonl")
@@ -295,40 +285,6 @@ def test_the_costs_of_sharded_models_are_of_the_recorded_runs():
         loss = comparison.mean_and_spread(each.differences, 3, "+")
         second = f"{of_large[each.hook]:+.3f}" if each.hook in of_large else ""
         assert f"| {weights}, {gradients} | {loss} | {second} |" in page
-
-
-def compared_with_none(**expected: int) -> dict:
-    """Summarize the rows with these options; first comes none with its best learning rate."""
-    rows = read(ROOT / "benchmarks" / "results" / "accuracy_local_steps_text.jsonl")
-    rows = [row for row in rows if expected.items() <= row["options"].items()]
-    of_seed_0 = [row for row in rows if row["hook"].startswith("none") and row["seed"] == 0]
-    none = min(of_seed_0, key=lambda row: row["validation_loss"])["hook"]
-    compared = [row for row in rows if row["hook"] == none]
-    compared += [row for row in rows if not row["hook"].startswith("none")]
-    return {each.hook: each for each in comparison.summaries(compared)["text"]}
-
-
-def test_the_costs_of_local_steps_are_of_the_recorded_runs():
-    page = (ROOT / "docs" / "frameworks" / "local_steps.md").read_text().replace("\n", " ")
-    found = compared_with_none(width=64, batch=8)
-    none = next(iter(found.values()))
-    assert len(none.losses) == 3
-    assert f"ends at {statistics.mean(none.losses):.3f} nats" in page
-    for setting, hook in LOCAL_STEPS.items():
-        rate = none.bytes_per_step / found[hook].bytes_per_step
-        loss = comparison.mean_and_spread(found[hook].differences, 3, "+")
-        assert f"| {setting} | {rate:.1f}× | {loss} |" in page
-    for hook, text in (("alone", "A rank alone adds {:.3f}."), ("local:2:int4", "`every=2` ({:+.3f})")):
-        assert text.format(found[f"{hook}:lr=0.005"].differences[0]) in page
-    costs = []
-    for expected in ({"width": 64, "batch": 8}, {"width": 96, "batch": 16}, {"batch": 32}):
-        found = compared_with_none(**expected)
-        baseline = statistics.mean(next(iter(found.values())).losses)
-        local = (found[f"local:{name}:lr=0.005"] for name in ("3:int4:to=50", "10:int4"))
-        costs += [f"{100 * statistics.mean(each.differences) / baseline:.1f}" for each in local]
-    first = f"3 to 50 costs {costs[0]} % at 137 k parameters and 512 tokens per rank and step, {costs[2]} %"
-    assert f"{first} at 279 k and 1,024 (10: {costs[1]}, {costs[3]} %)" in page
-    assert f"(2,048 tokens and four times the text: {costs[4]} %)" in page
 
 
 @pytest.mark.parametrize(
