@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class Averaging:
 
 def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> None:
     """Raise TypeError for anything but averageable tensors, and ValueError for unusable keys."""
-    if not isinstance(tensors, Sequence):
+    if isinstance(tensors, (torch.Tensor, Iterator)):  # an iterator would be used up here
         advice = ": average_([tensor])" * isinstance(tensors, torch.Tensor)
         raise TypeError(f"average_ takes a list of tensors, got {described(tensors)}{advice}")
     for tensor in tensors:
