@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="the gradients' device (default: cpu)")
     options = parser.parse_args(arguments)
     try:
-        torch.zeros(1, device=options.device).tolist()
+        torch.zeros(1, dtype=torch.int64, device=options.device).tolist()
     except (AssertionError, RuntimeError) as error:
         parser.error(f"--device {options.device}: {str(error).splitlines()[0]}")
     claims = None
