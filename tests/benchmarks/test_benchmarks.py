@@ -12,7 +12,7 @@ from benchmarks.clock import Timing
 from benchmarks.harness import Case, Setup, WrongResultError, check, elementwise_error, rounding_error
 from benchmarks.records import RESULTS, read
 from gradcomp import ops
-from gradcomp.cpu.quantize import Adder, Decoder, Encoder
+from gradcomp.cpu.quantize import AdderInCodes, Decoder, Encoder
 from tests.programs import run_module
 
 CPU = torch.device("cpu")
@@ -185,7 +185,7 @@ def test_a_wrong_quantized_stage_is_found(stage, bits, monkeypatch):
     monkeypatch.setattr(ops, "_INTERPRETED", False)  # plain torch, which benchmarks use on CPU
     case = quantizing(stage, bits)
     assert set(check(case, case.build())) == {"gradcomp", "torch"}
-    operation = {"quantize": Encoder, "average": Adder, "dequantize": Decoder}[stage]
+    operation = {"quantize": Encoder, "average": AdderInCodes, "dequantize": Decoder}[stage]
     right = operation.__call__
 
     def wrong(operation, **buffers):
