@@ -24,10 +24,8 @@ def mlp(rank: int, ranks: int) -> Task:
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    small, labels = (
-        torch.from_numpy(data.images).float().unsqueeze(1) / 16,
-        torch.from_numpy(data.target).long(),
-    )
+    small = torch.from_numpy(data.images).float().unsqueeze(1) / 16
+    labels = torch.from_numpy(data.target).long()
     images = functional.interpolate(small, size=28, mode="bilinear").squeeze(1)
     num_training = len(images) - 359  # the last ones are held out
     padded = functional.pad(images[:num_training], (MAX_SHIFT,) * 4)

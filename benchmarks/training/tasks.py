@@ -17,6 +17,7 @@ from benchmarks.training.gpt import GPT
 from benchmarks.training.options import MIN_STEPS
 
 Batch = tuple[Tensor, Tensor]  # inputs, and the classes to predict
+MakeOptimizers = Callable[[nn.Module, float], list[Optimizer]]
 
 VALIDATION_WINDOWS, TEXT_VALIDATION_WINDOWS = 128, 1024  # of held-out text, divided among the ranks
 TEXT_WARMUP = 0.05  # of the steps
@@ -36,15 +37,12 @@ class Task:
     """
 
     net: nn.Module
-    optimizers: "MakeOptimizers"
+    optimizers: MakeOptimizers
     learning_rate: float
     draw: Callable[[], Batch]
     validation: Batch
     steps: int
     warmup_steps: int = 10
-
-
-MakeOptimizers = Callable[[nn.Module, float], list[Optimizer]]
 
 
 def adamw(net: nn.Module, learning_rate: float, betas: tuple[float, float] = TEXT_BETAS) -> list[Optimizer]:

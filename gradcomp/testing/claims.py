@@ -194,7 +194,7 @@ NEEDS_A_GPU = re.compile(
     r"[\w.]+: .*(not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|0 active drivers|"
     r"same device.*cuda|CUDA tensor|\(cpu tensor\?)"
 )
-# The noise of one rank may be twice that of the average over the probe's two; twice this for chance.
+# One rank may have twice the noise of the average over the probe's two ranks. Chance may double it again.
 VARIANCE_OF_ONE = 4.0
 _TORCHS_ERRORS: ErrorsOf = attrgetter("error_dict")
 
