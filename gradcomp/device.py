@@ -26,6 +26,19 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def require_no_capture(what: str, device: torch.device) -> None:
+    """Raise RuntimeError if the current stream is captured in a CUDA graph.
+
+    what: an object with a verb, for the message.
+    """
+    if has_streams(device) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{what} while a CUDA graph is captured: a replay would use this step's addresses, seeds and "
+            "counts again. Capture forward and backward of the bare module, without DistributedDataParallel "
+            "or Reducer, and call gradcomp.average_ with its gradients after each replay"
+        )
+
+
 def is_rocm() -> bool:
     """Return whether torch was built for AMD's GPUs, on which tensors have the device type "cuda" too."""
     return torch.version.hip is not None

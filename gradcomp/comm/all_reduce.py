@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from gradcomp import ops
-from gradcomp.device import has_streams
+from gradcomp.device import has_streams, require_no_capture
 
 from .bucket import as_real, take_wire
 from .exchange import MIN_DELAY_S, SUM, Works, all_reduce, round_trip_s
 from .pipeline import Pipeline, average_in_stages
 from .process_group import ExplainedError, Explaining, backends_of, has_backend
-from .streams import Future, require_no_capture
+from .streams import Future
 
 # What to call when a bucket is averaged, if anything, and what a bucket is sent in with it. Names, as Python
 # evaluates the annotations of a function within a function in every call.

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradcomp.device import has_streams
+from gradcomp.device import has_streams, require_no_capture
 
 from ..rules import described
 from .process_group import ExplainedError, known_groups, resolve_group
-from .streams import require_no_capture
 
 _PYTHON_REDUCER = (
     ". Likely cause: torch._dynamo.config.optimize_ddp is 'python_reducer', under which torch's DDP gives "

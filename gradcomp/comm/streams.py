@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from gradcomp.device import has_streams, is_current
+from gradcomp.device import has_streams, is_current, require_no_capture
 
 from .torch_private import ids_of_current_stream, set_stream
 
@@ -35,19 +35,6 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     """
     # For two threads at once, cache calls this twice.
     return _side_streams.setdefault(device, torch.cuda.Stream(device, priority=-1))
-
-
-def require_no_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError if the current stream is captured in a CUDA graph.
-
-    what: an object with a verb, for the message.
-    """
-    if has_streams(device) and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{what} while a CUDA graph is captured: a replay would use this step's addresses, seeds and "
-            "counts again. Capture forward and backward of the bare module, without DistributedDataParallel "
-            "or Reducer, and call gradcomp.average_ with its gradients after each replay"
-        )
 
 
 def wait_for_current_stream(device: torch.device) -> None:

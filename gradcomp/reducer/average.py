@@ -12,8 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradcomp.comm.bucket import GradBucket, Hook, Hooked, as_real, result_of
 from gradcomp.comm.pipeline import PipelinedFuture, drop
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
-from gradcomp.comm.streams import require_no_capture
-from gradcomp.device import has_streams
+from gradcomp.device import has_streams, require_no_capture
 from gradcomp.hooks import default_hooks
 from gradcomp.rules import described
 

@@ -28,8 +28,8 @@ from gradcomp.comm.bucket import Hook, Hooked
 from gradcomp.comm.exchange import has_delay
 from gradcomp.comm.pipeline import drop
 from gradcomp.comm.process_group import resolve_group
-from gradcomp.comm.streams import require_no_capture
 from gradcomp.comm.torch_private import current_autograd_node, not_compiled
+from gradcomp.device import require_no_capture
 
 from .autograd import AccumulateGradHooks, StepsInBackward, call_at_end_of_backward, call_when_backward_starts
 from .bucket import BucketCommunicator, Pending, average_rows, cap_bytes

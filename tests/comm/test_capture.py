@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradcomp
-from gradcomp.comm import all_reduce, bucket, pipeline, streams
+from gradcomp.comm import all_reduce, bucket, pipeline
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.hooks import default_hooks
 from gradcomp.reducer import average
@@ -21,7 +21,7 @@ AVERAGING = [name for name, check in HOOKS.items() if check.averages]
 def captured():
     """Capture the current stream, on a device that has streams."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (all_reduce, bucket, pipeline, streams, average, default_hooks):
+        for module in (all_reduce, bucket, pipeline, gradcomp.device, average, default_hooks):
             patch.setattr(module, "has_streams", lambda device: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="while a CUDA graph is captured: a replay would") as raised:
