@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradcomp.comm import exchange
-from gradcomp.compress.all_gather import GatherWork
 from gradcomp.fsdp import compress_all_gather
+from gradcomp.fsdp.all_gather import GatherWork
 from tests.depth import everyday
 from tests.fsdp.gathered import group_of, round_all_gathers, rounded
 from tests.fsdp.models import RANKS

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradcomp import ops
-from gradcomp.compress.all_gather import ShardGather
+from gradcomp.fsdp.all_gather import ShardGather
 from tests.depth import mixed
 from tests.fsdp.gathered import rounded
 from tests.kernels.copies import FLOATS
