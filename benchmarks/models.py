@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from gradcomp.plan.collectives import Shape, buckets_of
+from gradcomp.plan import Shape, buckets_of
 
 
 def num_elements(shapes: Iterable[Shape]) -> int:

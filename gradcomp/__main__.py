@@ -18,7 +18,7 @@ from . import __version__, ops
 from .bench import main as bench
 from .command_line import OneLineParser
 from .device import AMD_ARCHITECTURES, amd_architecture, is_rocm
-from .plan import command as plan_command
+from .plan import main as plan
 
 
 def versions() -> dict[str, str]:
@@ -81,7 +81,7 @@ def info(arguments: Sequence[str] | None = None) -> None:
     print(report())
 
 
-COMMANDS = {"info": info, "plan": plan_command.main, "bench": bench}
+COMMANDS = {"info": info, "plan": plan, "bench": bench}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

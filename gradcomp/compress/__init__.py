@@ -5,7 +5,7 @@ docs/new_compressor.md describes the interface.
 
 from .checkpoint import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from .compressor import BucketSpec, Compressor
-from .recording.recorder import Recorder
+from .recording import Recorder
 from .state import CompressorState, compress_hook
 
 __all__ = [

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradcomp.bench import bench_parser
-from gradcomp.plan.command import plan_parser
+from gradcomp.plan import plan_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSERS = {"plan": plan_parser, "bench": bench_parser}

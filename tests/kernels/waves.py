@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from benchmarks import models
-from gradcomp.plan.collectives import BUCKET_CAP_BYTES
+from gradcomp.plan import BUCKET_CAP_BYTES
 
 MULTIPROCESSORS = (108, 128, 132, 142)
 MAX_WASTE = 1.10

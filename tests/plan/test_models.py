@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import models
-from gradcomp.plan import buckets_of, load_shapes
-from gradcomp.plan.collectives import FIRST_BUCKET_BYTES
+from gradcomp.plan import FIRST_BUCKET_BYTES, buckets_of, load_shapes
 
 
 @pytest.mark.parametrize("cap_mb", [0.5, 1, 25])

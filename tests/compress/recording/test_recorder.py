@@ -8,7 +8,7 @@ import torch
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.compress import CompressorState, Recorder, compress_hook
-from gradcomp.compress.recording import recorder
+from gradcomp.compress import recording as module
 from gradcomp.hooks import default_hooks, powerSGD_hook
 from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import RankError
@@ -267,7 +267,7 @@ def test_without_a_recorder_nothing_is_measured(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("measured")
 
-    monkeypatch.setattr(recorder, "measure", fail)
+    monkeypatch.setattr(module, "measure", fail)
     simulate(train, 1, "PowerSGD")
     with pytest.raises(RankError, match="measured"):
         simulate(train, 1, "PowerSGD", 1)
@@ -276,7 +276,7 @@ def test_without_a_recorder_nothing_is_measured(monkeypatch):
 @pytest.mark.usefixtures("plain_torch")
 def test_a_step_that_is_not_due_is_not_measured(monkeypatch):
     measured = []
-    monkeypatch.setattr(recorder, "measure", lambda *_, **__: measured.append(1))
+    monkeypatch.setattr(module, "measure", lambda *_, **__: measured.append(1))
     simulate(train, 1, "int4", 100, False)
     assert not measured
 

@@ -12,7 +12,7 @@ stub_cuda.install()
 import torch
 import torch.distributed as dist
 from gradcomp.compress import Compressor, CompressorState, Recorder, compress_hook
-from gradcomp.compress.recording import recorder
+from gradcomp.compress import recording as module
 from gradcomp.comm.streams import side_stream
 from gradcomp.comm.bucket import GradBucket
 
@@ -74,7 +74,7 @@ def waiting(name):
 
 device = torch.device("cuda", 0)
 torch.cuda.Event = Event
-original, recorder.measure = recorder.measure, measured
+original, module.measure = module.measure, measured
 state = CompressorState(Halves)
 recording = Recorder(state)
 parameters = [torch.ones(600)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gradcomp.compress.recording.row import LENGTH, chunk_numel, measure
+from gradcomp.compress.recording import LENGTH, chunk_numel, measure
 from tests.tolerances import RECORDED_NORM, SKETCHED_RATIO
 
 

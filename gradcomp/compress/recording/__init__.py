@@ -1,1 +1,0 @@
-"""Record what compression does, bucket by bucket and step by step."""
