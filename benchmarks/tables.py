@@ -65,10 +65,13 @@ def readmes_lines() -> Iterator[str]:
     """Yield a line for each hook: of the GPT's steps, and of a smaller one's loss."""
     costs = {each.hook: mean(each.differences, "+") for each in LOSSES}
     runs, links = steps(model="gpt", wrapper="torch", hooks="gradcomp"), (LINKS[0], LINKS[3])
-    sent = {row["hook"]: row["sent_bytes_per_step"] for row in at(runs, links[0])}
     for hook, name in report.DRAWN.items():
         times = " | ".join(report.cell(at(runs, link, hook=hook), at(runs, link)) for link in links)
-        rate = {"auto": "as it chooses", "noop": "all"}.get(hook) or f"{sent['none'] / sent[hook]:.1f}×"
+        none, sent = (
+            statistics.median(row["sent_bytes_per_step"] for row in at(runs, links[0], hook=each))
+            for each in ("none", hook)
+        )
+        rate = {"auto": "as it chooses", "noop": "all"}.get(hook) or f"{none / sent:.1f}×"
         loss = costs.get({"bf16": "fp16", "none": ""}.get(hook, hook), "")
         yield f"| {name} | {rate} | {times} | {loss} |"
 
@@ -193,20 +196,30 @@ def on_local_steps() -> Iterator[str]:
         yield f"| {setting} | {none.bytes_per_step / found[hook].bytes_per_step:.1f}× | {loss} |"
     yield "A rank alone adds {:.3f}.".format(*found["alone"].differences)
     yield "`every=2` ({:+.3f})".format(*found["local:2:int4"].differences)
-    costs = []
-    for each in (found, of_text(width=96, batch=16), of_text(batch=32)):
-        baseline, *_ = (statistics.mean(of_hook.losses) / 100 for of_hook in each.values())
-        local = (statistics.mean(each[name].differences) for name in ("local:3:int4:to=50", "local:10:int4"))
-        costs += [f"{difference / baseline:.1f}" for difference in local]
-    yield f"3 to 50 costs {costs[0]} % at 137 k parameters and 512 tokens per rank and step, {costs[2]} %"
-    yield f"at 279 k and 1,024 (10: {costs[1]}, {costs[3]} %)"
-    yield f"(2,048 tokens and four times the text: {costs[4]} %)"
+    larger = of_text(width=96, batch=16)["local:3:int4:to=50"]
+    yield f"adds {mean(larger.differences, '+')} at 279 k parameters and 1,024 tokens per rank and step"
+
+
+def at_size() -> str:
+    """Format no hook's loss at 20 tokens per parameter, and what hooks add: by size, and by optimizer."""
+    rows = read(RESULTS / "accuracy_text.jsonl")
+    columns: dict[str, list[Row]] = {}
+    for row in rows:
+        optimizer = {"adamw": "", "sgd": ", SGD", "muon": ", Muon"}[row["options"]["optimizer"]]
+        columns.setdefault(f"{row['num_parameters']:,}{optimizer}", []).append(row)
+    costs = [comparison.costs(rows) for rows in columns.values()]
+    cells = {"none": [f"{first['validation_loss']:.3f}" for first, *_ in columns.values()]}
+    for hook in dict.fromkeys(hook for each in costs for hook in each):
+        cells[hook] = [mean([each[hook]], "+") if hook in each else "" for each in costs]
+    head = f"| parameters | {' | '.join(columns)} |\n{'|---' * (1 + len(columns))}|"
+    return "\n".join([head, *(f"| {hook} | {' | '.join(each)} |" for hook, each in cells.items())])
 
 
 def texts() -> Iterator[tuple[str, str]]:
     """Yield (page, what it says by the rows)."""
     yield from (*tables(), *on_networks(), *on_devices())
     yield from (("docs/frameworks/local_steps.md", text) for text in on_local_steps())
+    yield "docs/accuracy.md", at_size()
     yield "README.md", "\n".join(readmes_lines())
     none, alone, *_ = LOSSES
     model = f"a GPT of {ACCURACY[0]['num_parameters']:,} parameters"

@@ -22,7 +22,6 @@ class Summary:
     bytes_per_step: int
     sent_bytes: int
     losses: list[float]
-    accuracies: list[float]
     differences: list[float]
 
 
@@ -42,7 +41,6 @@ def _summary(hook: str, hooks: dict[str, dict[int, Row]]) -> Summary:
         first["bytes_per_step"],
         first["sent_bytes"],
         losses=[run["validation_loss"] for run in runs.values()],
-        accuracies=[run["validation_accuracy"] for run in runs.values()],
         differences=[
             run["validation_loss"] - baseline[seed]["validation_loss"] for seed, run in runs.items()
         ],
@@ -52,7 +50,7 @@ def _summary(hook: str, hooks: dict[str, dict[int, Row]]) -> Summary:
 def tables(rows: Sequence[Row]) -> str:
     """Format a table per task. ± is the standard deviation over the seeds.
 
-    rate: how many times fewer bytes than the first hook sends in fp32; "of bf16": than 16 bits would be.
+    rate: how many times fewer bytes than the first hook sends in fp32.
     """
     return "\n\n".join(
         _table([row for row in rows if row["task"] == task], hooks) for task, hooks in summaries(rows).items()
@@ -65,21 +63,24 @@ def _table(rows: Sequence[Row], hooks: Sequence[Summary]) -> str:
         f"{first['task']}: {first['num_parameters']:,} parameters, {first['steps']:,} steps, "
         f"{first['ranks']} ranks, seeds: {len(baseline.losses)}; "
         f"compression after {first['start_powerSGD_iter']} steps",
-        f"{'hook':17}{'bytes/step':>11}{'rate':>9}{'of bf16':>9}{'MB sent':>9}"
-        f"{'validation loss':>18}{'minus ' + baseline.hook:>18}{'accuracy':>15}",
+        f"{'hook':17}{'bytes/step':>11}{'rate':>9}{'MB sent':>9}"
+        f"{'validation loss':>18}{'minus ' + baseline.hook:>18}",
     ]
     for hook in hooks:
         num_bytes = hook.bytes_per_step
-        rate, of_bf16 = (
-            f"{baseline.bytes_per_step / each / num_bytes:.1f}×" if num_bytes else "∞" for each in (1, 2)
-        )
+        rate = f"{baseline.bytes_per_step / num_bytes:.1f}×" if num_bytes else "∞"
         difference = "" if hook is baseline else mean_and_spread(hook.differences, 3, sign="+")
-        accuracy = mean_and_spread([100 * accuracy for accuracy in hook.accuracies], 1) + " %"
         lines.append(
-            f"{hook.hook:17}{hook.bytes_per_step:>11,}{rate:>9}{of_bf16:>9}{hook.sent_bytes / 1e6:>9.1f}"
-            f"{mean_and_spread(hook.losses, 3):>18}{difference:>18}{accuracy:>15}"
+            f"{hook.hook:17}{hook.bytes_per_step:>11,}{rate:>9}{hook.sent_bytes / 1e6:>9.1f}"
+            f"{mean_and_spread(hook.losses, 3):>18}{difference:>18}".rstrip()
         )
     return "\n".join(lines)
+
+
+def costs(rows: Sequence[Row]) -> dict[str, float]:
+    """Return each hook's mean loss minus the first one's, of one task, by name without the learning rate."""
+    ((_, *hooks),) = summaries(rows).values()
+    return {split_rate(each.hook)[0]: statistics.mean(each.differences) for each in hooks}
 
 
 def mean_and_spread(values: Sequence[float], digits: int, sign: str = "") -> str:
@@ -98,10 +99,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         raise ValueError("it needs models of two sizes in one file, see --resume")
     lines: dict[str, list[tuple[int, float]]] = {}
     for size in sizes:
-        for hooks in summaries([row for row in rows if row["num_parameters"] == size]).values():
-            for each in hooks[1:]:
-                name = split_rate(each.hook)[0]
-                lines.setdefault(name, []).append((size, statistics.mean(each.differences)))
+        for name, cost in costs([row for row in rows if row["num_parameters"] == size]).items():
+            lines.setdefault(name, []).append((size, cost))
     with picture(path, 1, (4.5, 3.9)) as [axes]:
         axes.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
         for color, (name, points) in zip(cycle(COLORS[1:-2]), lines.items(), strict=False):

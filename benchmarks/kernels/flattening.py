@@ -31,7 +31,6 @@ class Bucket:
         self.buffer = torch.randn(self.layout.numel, dtype=dtype, device=device)
         numels = [gradient.numel() for gradient in self.gradients]
         self.views = [part.view(shape) for part, shape in zip(self.buffer.split(numels), shapes, strict=True)]
-        self.flat_gradients = [gradient.view(-1) for gradient in self.gradients]
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -49,63 +48,53 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 max_error=rounding_error(dtype),
                 baseline="torch_ddp",
             )
-            yield describe("flatten", build=partial(_gathering, bucket_shapes, dtype, device))
-            yield describe("unflatten", build=partial(_scattering, bucket_shapes, dtype, device))
+            for name in ("flatten", "unflatten"):
+                build = partial(_copying, bucket_shapes, dtype, device, gathers=name == "flatten")
+                yield describe(name, build=build)
 
 
-def _gathering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, device: torch.device) -> Setup:
+def _copying(
+    bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, device: torch.device, gathers: bool
+) -> Setup:
     buckets = [Bucket(shapes, dtype, device) for shapes in bucket_shapes]
-    buffers = [bucket.buffer for bucket in buckets]
+    outputs = [bucket.buffer for bucket in buckets]
+    if not gathers:
+        outputs = [gradient for bucket in buckets for gradient in bucket.gradients]
 
     def gradcomp() -> list[torch.Tensor]:
         for bucket in buckets:
-            ops.flatten(bucket.gradients, bucket.layout, out=bucket.buffer, scale=SCALE)
-        return buffers
+            if gathers:
+                ops.flatten(bucket.gradients, bucket.layout, out=bucket.buffer, scale=SCALE)
+            else:
+                ops.unflatten(bucket.buffer, bucket.layout, out=bucket.gradients)
+        return outputs
 
     def torch_ddp() -> list[torch.Tensor]:
         for bucket in buckets:
-            for gradient, view in zip(bucket.gradients, bucket.views, strict=True):
-                torch.mul(gradient, SCALE, out=view)
-        return buffers
+            pairs = zip(bucket.gradients, bucket.views, strict=True)
+            if gathers:
+                for gradient, view in pairs:
+                    torch.mul(gradient, SCALE, out=view)
+            else:
+                for gradient, view in pairs:
+                    gradient.copy_(view)
+        return outputs
 
     def torch_foreach() -> list[torch.Tensor]:
         for bucket in buckets:
-            torch._foreach_copy_(bucket.views, bucket.gradients)
-            bucket.buffer.mul_(SCALE)
-        return buffers
+            if gathers:
+                torch._foreach_copy_(bucket.views, bucket.gradients)
+                bucket.buffer.mul_(SCALE)
+            else:
+                torch._foreach_copy_(bucket.gradients, bucket.views)
+        return outputs
 
     def reference() -> Iterator[torch.Tensor]:
         for bucket in buckets:
-            yield torch.cat([gradient.double() for gradient in bucket.flat_gradients]) * SCALE
+            if gathers:
+                yield torch.cat([gradient.double().view(-1) for gradient in bucket.gradients]) * SCALE
+            else:
+                yield from (view.double() for view in bucket.views)
 
     providers = {"gradcomp": gradcomp, "torch_ddp": torch_ddp, "torch_foreach": torch_foreach}
-    return Setup(providers, reference, outputs=buffers)
-
-
-def _scattering(bucket_shapes: list[list[models.Shape]], dtype: torch.dtype, device: torch.device) -> Setup:
-    buckets = [Bucket(shapes, dtype, device) for shapes in bucket_shapes]
-    gradients = [gradient for bucket in buckets for gradient in bucket.gradients]
-
-    def gradcomp() -> list[torch.Tensor]:
-        for bucket in buckets:
-            ops.unflatten(bucket.buffer, bucket.layout, out=bucket.gradients)
-        return gradients
-
-    def torch_ddp() -> list[torch.Tensor]:
-        for bucket in buckets:
-            for gradient, view in zip(bucket.gradients, bucket.views, strict=True):
-                gradient.copy_(view)
-        return gradients
-
-    def torch_foreach() -> list[torch.Tensor]:
-        for bucket in buckets:
-            torch._foreach_copy_(bucket.gradients, bucket.views)
-        return gradients
-
-    def reference() -> Iterator[torch.Tensor]:
-        for bucket in buckets:
-            for view in bucket.views:
-                yield view.double()
-
-    providers = {"gradcomp": gradcomp, "torch_ddp": torch_ddp, "torch_foreach": torch_foreach}
-    return Setup(providers, reference, outputs=gradients)
+    return Setup(providers, reference, outputs=outputs)

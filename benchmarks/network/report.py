@@ -116,7 +116,7 @@ def _step_table(rows: Sequence[Row]) -> list[str]:
         of_hook = [row for row in rows if name(row) == hook]
         first = [row for row in of_hook if _link(row) == links[0]]  # links differ in TCP's headers
         sent = [row["sent_bytes_per_step"] for row in first if "failed" not in row]
-        cells = [f"{min(sent):,.0f}" if sent else ""]
+        cells = [f"{statistics.median(sent):,.0f}" if sent else ""]
         for link in links:
             beside = [row for row in rows if _link(row) == link]
             cells.append(cell([row for row in of_hook if _link(row) == link], beside))

@@ -19,7 +19,7 @@ from benchmarks.records import Row, append, read
 from benchmarks.training.averaging import ALONE, SHARDED, Averaged
 from benchmarks.training.history import Recorder, check_replicas, mean_over_ranks
 from benchmarks.training.options import MIN_STEPS, split_rate
-from benchmarks.training.tasks import TASKS, accuracy_of, loss_of
+from benchmarks.training.tasks import TASKS, loss_of
 from benchmarks.training.wire import SimulatedWire, Wire
 from gradcomp.comm.exchange import GIVEN
 
@@ -74,14 +74,12 @@ def train(
         return min((step + 1) / task.warmup_steps, 1) * (1 - step / task.steps)
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
-    accuracies: list[float] = []
     half = partial(torch.autocast, device.type, torch.bfloat16, enabled=on_cuda)
 
     def validate() -> None:
         with torch.no_grad(), half():
             logits = task.net(validation[0])
         recorder.add_validation(loss_of(logits, validation[1]))
-        accuracies.append(mean_over_ranks(accuracy_of(logits, validation[1])).item())
         if name.startswith(SHARDED):
             task.net.reshard()  # as at the end of backward, so that every step gathers it
 
@@ -121,7 +119,6 @@ def train(
         "num_parameters": sum(parameter.numel() for parameter in task.net.parameters()),
         "sent_bytes": sent_bytes,
         **result,
-        "validation_accuracy": accuracies[-1],
         "choice": averaged.auto and averaged.auto.choice,
         "options": options_of(options),
     }

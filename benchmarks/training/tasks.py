@@ -144,9 +144,4 @@ def loss_of(logits: Tensor, classes: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), classes.flatten())
 
 
-def accuracy_of(logits: Tensor, classes: Tensor) -> Tensor:
-    """Compute the fraction of predictions that are right."""
-    return (logits.argmax(-1) == classes).float().mean()
-
-
 TASKS = {"gpt": gpt, "text": text, "grammar": grammar}

@@ -310,7 +310,7 @@ class Recorder:
         """Compute the average's relative error for all rows so far. No rank can compute it alone.
 
         A collective: every rank of the state's group must call it after the same step, with the same rows. It
-        averages 1 kB per row, and the host waits for the device. Without it, the rows' relative_error,
+        averages 2 kB per row, and the host waits for the device. Without it, the rows' relative_error,
         energy_kept and mean_norm stay None, as in rows of an earlier group, with other ranks.
 
         Raises RuntimeError on every rank if the ranks' rows differ.

@@ -1,4 +1,4 @@
-"""The hook that measures compressions while training goes on, and uses the mildest that pays."""
+"""The hook that measures compressions while training goes on, and uses the mildest near the fastest."""
 
 import logging
 import math

@@ -60,7 +60,7 @@ def average_traced(bucket: Any, group: dist.ProcessGroup, dtype: torch.dtype | N
 def allreduce_hook(
     process_group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average the bucket in its own dtype. DDP without a hook does the same.
+    """Average the bucket in its own dtype. DDP without a hook does so, too, up to rounding.
 
     1. Divide the bucket by the world size, in place.
     2. All-reduce the bucket (sum). On gloo, over links with a delay, in one exchange or two

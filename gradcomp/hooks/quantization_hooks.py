@@ -109,7 +109,7 @@ def quantization_hook(
 
     On the wire: codes, one bf16 scale per block, and vectors exactly. 4 bits in blocks of 128 elements take
     1/7.8 of fp32's bytes, whatever the number of ranks. inf or NaN makes the whole block NaN on every rank,
-    and the block's error becomes zero.
+    and the block keeps its error (on CPUs but for such elements).
 
     With 16 bits there are no blocks, scales and errors: step 2 rounds the bucket to 16 bits, and with two
     collectives step 4 rounds the mean. A 16-bit all-reduce rounds partial sums up to W times.

@@ -117,7 +117,6 @@ AFTER = {
         names["model"], optimizer=names["optimizer"]
     ),
     ("docs/frameworks/local_steps.md", 0): check_local_steps,
-    ("docs/hooks.md", 2): lambda names: new_ddp_model().register_comm_hook(None, names["in_blocks_of_128"]),
     ("docs/checkpoints.md", 10): check_errors_are_kept,
 }
 
