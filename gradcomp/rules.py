@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradcomp.layout.blocks import MAX_BLOCK_SIZE
+from gradcomp.layout import MAX_BLOCK_SIZE
 
 
 def plain(value: Any) -> Any:

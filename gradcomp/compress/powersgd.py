@@ -12,8 +12,7 @@ from torch import Tensor
 
 from gradcomp import ops
 from gradcomp.device import has_streams
-from gradcomp.layout import BlockLayout, PowerSGDLayout
-from gradcomp.layout.blocks import SCALE_BYTES
+from gradcomp.layout import SCALE_BYTES, BlockLayout, PowerSGDLayout
 
 from ..comm.exchange import Works, all_reduce, reduce_hierarchically
 from ..comm.nodes import nodes_of

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.layout.blocks import BlockLayout
+from gradcomp.layout import BlockLayout
 
 from ..comm.exchange import Works
 from ..rules import BITS, BLOCK_SIZE, FEEDBACK, SIXTEEN_BITS, check_fields, checked_field

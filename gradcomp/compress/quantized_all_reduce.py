@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 
 from gradcomp import ops
 from gradcomp.device import has_streams
-from gradcomp.layout.blocks import BlockLayout, Part
+from gradcomp.layout import BlockLayout, Part
 
 from ..comm.exchange import Works, all_gather, all_to_all, reduce_scatter, takes_one_exchange
 from ..comm.nodes import nodes_of

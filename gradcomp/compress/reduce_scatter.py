@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gradcomp import ops
-from gradcomp.layout.blocks import BlockLayout
-from gradcomp.layout.flat import ShardLayout
+from gradcomp.layout import BlockLayout, ShardLayout
 
 from ..comm.exchange import Works, reduce_scatter
 from ..comm.nodes import nodes_of

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gradcomp.layout.blocks import BlockLayout
+    from gradcomp.layout import BlockLayout
 
 LARGEST_CODE = {8: 127, 4: 7}  # L by bits
 LARGEST_IN_BF16 = torch.finfo(torch.bfloat16).max

@@ -20,7 +20,7 @@ from gradcomp.compress.compressor import BucketSpec
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.compress.quantized_all_reduce import QuantizedAllReduce
 from gradcomp.compress.state import CompressorState, option
-from gradcomp.layout.blocks import BlockLayout
+from gradcomp.layout import BlockLayout
 from gradcomp.rules import BLOCK_SIZE, described
 
 __all__ = [

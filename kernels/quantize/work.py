@@ -2,7 +2,7 @@
 
 They depend on shapes and on the number of multiprocessors. A payload holds one shard as ranks exchange it, in
 three sections: its codes, the scales of its blocks in bf16, and its exact elements. Every section begins on a
-multiple of 16 bytes (layout/blocks.py).
+multiple of 16 bytes (layout.py).
 """
 
 from __future__ import annotations

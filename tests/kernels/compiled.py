@@ -39,8 +39,7 @@ import gradcomp.kernels
 from gradcomp.kernels import flatten
 from gradcomp.kernels.powersgd.plan import PowerSGDPlan
 from gradcomp.kernels.quantize import kernels as quantize
-from gradcomp.layout import BlockLayout, PowerSGDLayout
-from gradcomp.layout.blocks import MAX_BLOCK_SIZE
+from gradcomp.layout import MAX_BLOCK_SIZE, BlockLayout, PowerSGDLayout
 
 ARCHITECTURES = (80, 90, 100)
 # Shared memory of a multiprocessor in KiB. On CUDA every program takes one KiB more than it asks for.
