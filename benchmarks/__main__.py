@@ -26,7 +26,7 @@ import triton
 
 from benchmarks import environment, outcomes
 from benchmarks.clock import Clock, gb_per_s
-from benchmarks.floor import floor_us
+from benchmarks.environment import floor_us
 from benchmarks.harness import Case, check
 from benchmarks.records import RESULTS, Row, append, file_of, table
 

@@ -36,7 +36,7 @@ class Case:
         provider's bandwidth is computed from num_bytes.
     max_error: the bound for error_of(result, reference).
     baseline: the provider that the others are compared with.
-    min_launches: the fewest kernels that it can launch; see floor.py.
+    min_launches: the fewest kernels that it can launch; see environment.floor_us.
     seconds: the time limit of its rounds, if the clock's is too long.
     num_buckets: the number of buckets in a call, for the host's time per bucket.
     num_elements: the number of gradient elements, for the bytes per element; None if that is meaningless.

@@ -9,8 +9,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.accuracy import comparison
-from benchmarks.demo import chart
+from benchmarks import accuracy, demo
 from benchmarks.environment import ROOT
 from benchmarks.network import report
 from benchmarks.records import RESULTS, Row, read
@@ -21,7 +20,7 @@ LINKS = ((200, 0.0), (200, 25.0), (1_000, 0.0), (1_000, 25.0))
 FASTEST = 10_000, None
 
 ACCURACY = report.of(read(RESULTS / "accuracy.jsonl"), task="gpt")
-LOSSES = comparison.summaries(ACCURACY)["gpt"]
+LOSSES = accuracy.summaries(ACCURACY)["gpt"]
 ROWS = read(RESULTS / "network.jsonl")
 STEPS = report.of(ROWS, job="steps")
 
@@ -54,11 +53,11 @@ def tables() -> Iterator[tuple[str, str]]:
     ):
         for table in re.split(r"\n\n(?=[^|])", report.tables(rows)):
             yield f"docs/{page}.md", table
-    yield "docs/accuracy.md", comparison.tables(ACCURACY)
+    yield "docs/accuracy.md", accuracy.tables(ACCURACY)
 
 
 def mean(losses: list[float], sign: str = "") -> str:
-    return comparison.mean_and_spread(losses, 3, sign).partition(" ")[0]
+    return accuracy.mean_and_spread(losses, 3, sign).partition(" ")[0]
 
 
 def readmes_lines() -> Iterator[str]:
@@ -163,8 +162,8 @@ def on_devices() -> Iterator[tuple[str, str]]:
         "ours, {:.1f} for int8, {:.1f} for int4 and {:.1f} for pertensor".format(*found),
     )
     records = {record["hook"]: record for record in read(RESULTS / "demo.jsonl")}
-    target = chart.target_loss([*records.values()])
-    seconds = {hook: chart.seconds_to(target, record) for hook, record in records.items()}
+    target = demo.target_loss([*records.values()])
+    seconds = {hook: demo.seconds_to(target, record) for hook, record in records.items()}
     times = [seconds["none"] / seconds[hook] for hook in ("bf16", "int4", "auto")]
     yield (
         "docs/demo.md",
@@ -172,14 +171,14 @@ def on_devices() -> Iterator[tuple[str, str]]:
     )
 
 
-def of_text(**options: int) -> dict[str, comparison.Summary]:
+def of_text(**options: int) -> dict[str, accuracy.Summary]:
     """Summarize the rows of local steps with these options, after none with its best learning rate."""
     rows = read(RESULTS / "accuracy_local_steps_text.jsonl")
     rows = [row for row in rows if options.items() <= row["options"].items()]
     nones = [row for row in rows if row["hook"].startswith("none")]
     none = min((row for row in nones if row["seed"] == 0), key=lambda row: row["validation_loss"])["hook"]
     compared = report.of(rows, hook=none) + [row for row in rows if row not in nones]
-    return {each.hook.removesuffix(":lr=0.005"): each for each in comparison.summaries(compared)["text"]}
+    return {each.hook.removesuffix(":lr=0.005"): each for each in accuracy.summaries(compared)["text"]}
 
 
 def on_local_steps() -> Iterator[str]:
@@ -192,7 +191,7 @@ def on_local_steps() -> Iterator[str]:
     names |= {"10, int4, DiLoCo's outer optimizer": "local:10:int4:outer=0.7/0.9:lr=0.001"}
     names |= {"every step, PowerSGD r = 2, int8 factors": "powersgd:2:int8"}
     for setting, hook in names.items():
-        loss = comparison.mean_and_spread(found[hook].differences, 3, "+")
+        loss = accuracy.mean_and_spread(found[hook].differences, 3, "+")
         yield f"| {setting} | {none.bytes_per_step / found[hook].bytes_per_step:.1f}× | {loss} |"
     yield "A rank alone adds {:.3f}.".format(*found["alone"].differences)
     yield "`every=2` ({:+.3f})".format(*found["local:2:int4"].differences)
@@ -207,7 +206,7 @@ def at_size() -> str:
     for row in rows:
         optimizer = {"adamw": "", "sgd": ", SGD", "muon": ", Muon"}[row["options"]["optimizer"]]
         columns.setdefault(f"{row['num_parameters']:,}{optimizer}", []).append(row)
-    costs = [comparison.costs(rows) for rows in columns.values()]
+    costs = [accuracy.costs(rows) for rows in columns.values()]
     cells = {"none": [f"{first['validation_loss']:.3f}" for first, *_ in columns.values()]}
     for hook in dict.fromkeys(hook for each in costs for hook in each):
         cells[hook] = [mean([each[hook]], "+") if hook in each else "" for each in costs]

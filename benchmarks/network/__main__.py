@@ -27,11 +27,11 @@ import torch
 from benchmarks.environment import describe
 from benchmarks.network import report
 from benchmarks.network.hosts import DelayedNetwork, Network, NoPrivilegeError, isolated
-from benchmarks.network.workloads import WORKLOADS
+from benchmarks.network.rank import WORKLOADS
 from benchmarks.pictures import write_picture
-from benchmarks.ranks import exit_on_signals
 from benchmarks.records import append, read
 from benchmarks.training.averaging import ALONE, check_name
+from benchmarks.training.runs import exit_on_signals
 from gradcomp.command_line import positive_int
 
 HOOKS = ("noop", "none", "fp16", "bf16", "int8", "int4", "powersgd:4", "powersgd:8:int8", "torch:fp16")

@@ -5,7 +5,7 @@ noop, auto                   a hook that averages nothing; auto_hook
 torch:fp16                   torch's own hook
 alone                        every rank trains by itself
 local:20:int4:delay=5        local steps, see LocalOptions
-fsdp2:int8:int4              FSDP2, see sharding.py
+fsdp2:int8:int4              FSDP2, see weights_and_gradients
 """
 
 from dataclasses import dataclass, field
@@ -15,16 +15,68 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradcomp
-from benchmarks.training import sharding
 from benchmarks.training.wire import is_simulated
 from gradcomp.comm.nodes import AUTO as TORCHRUNS
+from gradcomp.fsdp import compress_reduce_scatter
+from gradcomp.fsdp.all_gather import all_gathers
 from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.debugging_hooks import noop_hook
 from gradcomp.hooks.named_hooks import NamedHook
+from gradcomp.hooks.quantization_hooks import QuantizationState
 from gradcomp.local_steps import LocalSteps
+
+TORCHS = {"fp32": None, "bf16": torch.bfloat16}
+BITS = {"16bit": 16, "int8": 8, "int4": 4}
+
+
+def weights_and_gradients(name: str) -> tuple[str, str]:
+    """Return the two parts of a name. Raises ValueError for another name.
+
+    Weights are gathered in fp32, in bf16 (torch's param_dtype), or by gradcomp in int8 or int4. Gradients are
+    reduce-scattered in fp32, in bf16 (torch's reduce_dtype), or by gradcomp in 16bit, int8 or int4.
+    """
+    weights, _, gradients = name.partition(":")
+    for each, known in ((weights, [*TORCHS, "int8", "int4"]), (gradients, [*TORCHS, *BITS])):
+        if each not in known:
+            raise ValueError(f"{each!r} is none of {', '.join(known)}")
+    return weights, gradients
+
+
+def shard(net: nn.Module, name: str, start_iter: int = 0) -> nn.Module:
+    """Shard a net over all ranks, each layer or block by itself.
+
+    name: see weights_and_gradients. start_iter: the first step whose gradients gradcomp compresses.
+    """
+    weights, gradients = weights_and_gradients(name)
+    dtypes = {"param_dtype": TORCHS.get(weights), "reduce_dtype": TORCHS.get(gradients) or torch.float32}
+    policy: Any = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
+    layers = net if isinstance(net, nn.Sequential) else net.get_submodule("blocks")
+    for layer in layers.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(**dtypes))
+    fully_shard(net, mp_policy=policy)
+    if gradients in BITS:
+        compress_reduce_scatter(net, QuantizationState(bits=BITS[gradients], start_iter=start_iter))
+    if weights in BITS:
+        for each in all_gathers(net, BITS[weights], 128, (), TORCHRUNS):
+            each.param_group.install_all_gather(each)
+    return net
+
+
+def unsharded(net: nn.Module) -> list[torch.Tensor]:
+    """Return the weights that a rank computes with, as copies."""
+    modules = [each for each in net.modules() if isinstance(each, FSDPModule)]
+    for module in modules:
+        module.unshard()
+    found = [parameter.detach().float().clone() for parameter in net.parameters()]
+    for module in modules:
+        module.reshard()
+    return found
+
 
 ALONE, AUTO, NOOP, TORCHS_FP16 = "alone", "auto", "noop", "torch:fp16"
 LOCAL, SHARDED = "local:", "fsdp2:"  # beginnings of names
@@ -76,9 +128,15 @@ def check_name(name: str) -> None:
     if name.startswith(LOCAL):
         LocalOptions.named(name)
     elif name.startswith(SHARDED):
-        sharding.parse(name.removeprefix(SHARDED))
+        weights_and_gradients(name.removeprefix(SHARDED))
     elif name not in (ALONE, AUTO, NOOP, TORCHS_FP16):
         NamedHook.named(name.removesuffix(FLAT))
+
+
+def split_rate(name: str) -> tuple[str, float | None]:
+    """Return a hook's name without ":lr=..." at its end, and that learning rate."""
+    name, has_rate, rate = name.partition(":lr=")
+    return name, float(rate) if has_rate else None
 
 
 @dataclass
@@ -108,7 +166,7 @@ class Averaged:
         elif self.name.startswith(SHARDED):
             if is_simulated():
                 raise ValueError(f"{self.name}: FSDP2 needs processes, without --simulated-ranks")
-            sharding.shard(self.net, self.name.removeprefix(SHARDED), self.start_iter)
+            shard(self.net, self.name.removeprefix(SHARDED), self.start_iter)
         elif self.name != ALONE:
             # torch's waits in C++, where no other simulated rank can go on.
             wrapper: Any = gradcomp.DistributedDataParallel if is_simulated() else DistributedDataParallel
@@ -146,5 +204,5 @@ class Averaged:
     def weights(self) -> list[torch.Tensor]:
         """Return the weights that this rank computes with."""
         if self.name.startswith(SHARDED):
-            return sharding.unsharded(self.net)
+            return unsharded(self.net)
         return list(self.net.parameters())

@@ -1,27 +1,122 @@
-"""One rank's runs: train every task with every hook from every seed."""
+"""Trainings with every hook from every seed: their options and processes, a rank's runs, their histories."""
 
 import argparse
 import gc
 import math
 import os
+import signal
+import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
 
 from benchmarks.environment import describe
 from benchmarks.records import Row, append, read
-from benchmarks.training.averaging import ALONE, SHARDED, Averaged
-from benchmarks.training.history import Recorder, check_replicas, mean_over_ranks
-from benchmarks.training.options import MIN_STEPS, split_rate
-from benchmarks.training.tasks import TASKS, loss_of
+from benchmarks.training.averaging import ALONE, SHARDED, Averaged, check_name, split_rate
+from benchmarks.training.tasks import MIN_STEPS, TASKS, loss_of
 from benchmarks.training.wire import SimulatedWire, Wire
 from gradcomp.comm.exchange import GIVEN
+from gradcomp.command_line import positive_int
+
+SHOW_EVERY_S = 2.0
+
+
+class Recorder:
+    """The history of one run.
+
+    wire: counts each step's bytes.
+    num_validations: after as many parts of the steps, about.
+    is_alone: the ranks don't communicate.
+    """
+
+    def __init__(self, steps: int, wire: Wire, num_validations: int, is_alone: bool) -> None:
+        self.steps, self.is_alone = steps, is_alone
+        self.every = max(2, steps // num_validations)
+        self.losses: list[Tensor] = []
+        self.step_bytes: list[int] = []
+        self.step_s: list[float] = []
+        self.validation_losses: list[tuple[int, float]] = []
+        self._wire, self._shown_at = wire, -math.inf
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time the step that runs inside, and count its bytes."""
+        before, started = self._wire.num_bytes, time.perf_counter()
+        yield
+        self.step_s.append(time.perf_counter() - started)
+        self.step_bytes.append(self._wire.num_bytes - before)
+
+    def show(self, label: str) -> None:
+        """Print rank 0's progress: after the last step, and at most every two seconds before."""
+        step, now = len(self.step_bytes), time.monotonic()
+        if dist.get_rank() != 0 or (now < self._shown_at + SHOW_EVERY_S and step < self.steps):
+            return
+        self._shown_at = now
+        print(
+            f"{label:12} step {step:>{len(str(self.steps))}}/{self.steps}   loss {self.losses[-1].item():.3f}"
+            f"   validation {self.validation_losses[-1][1]:.3f}   {self.step_bytes[-1]:,} B/step",
+            flush=True,
+        )
+
+    def is_time_to_validate(self) -> bool:
+        step = len(self.step_bytes)
+        return step % self.every == 0 or step == self.steps
+
+    def add_validation(self, loss: Tensor) -> None:
+        """Record this rank's validation loss after the steps so far."""
+        self.validation_losses.append((len(self.step_bytes), mean_over_ranks(loss).item()))
+
+    def result(self) -> dict:
+        """Return summary and history, with losses averaged over the ranks. Every rank must call it."""
+        if not (self.step_bytes[-1] or self.is_alone):
+            raise RuntimeError(
+                "a step handed 0 bytes to collectives: the hook does not communicate, or bypasses torch's "
+                "dispatcher"
+            )
+        losses = mean_over_ranks(torch.stack(self.losses)).tolist()
+        return {
+            "bytes_per_step": self.step_bytes[-1],
+            # In the first half DDP rebuilds its buckets, caches fill, and auto_hook tries its candidates.
+            "ms_per_step": statistics.mean(self.step_s[self.steps // 2 :]) * 1e3,
+            "validation_loss": self.validation_losses[-1][1],
+            "losses": losses,
+            "validation_losses": self.validation_losses,
+            "step_bytes": self.step_bytes,
+            "step_s": self.step_s,
+        }
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """Average ``values`` over the ranks; a collective."""
+    values = values.clone()
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
+def check_replicas(parameters: list[Tensor]) -> None:
+    """Raise RuntimeError unless every rank holds the same fp32 parameters, bit for bit."""
+    bits = torch.cat([parameter.detach().flatten() for parameter in parameters]).view(torch.int32)
+    lowest, highest = bits.clone(), bits.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    if differing := int((lowest != highest).sum()):
+        raise RuntimeError(
+            f"{differing} of {bits.numel()} parameters differ between the ranks after training: the hook has "
+            "given the ranks different gradients, or they run on unlike CPUs (docs/powersgd.md)"
+        )
+
 
 TIMEOUT = timedelta(minutes=5)  # the time after which a rank stops waiting for another
 BUCKET_CAP_MB = 1  # so that there are several buckets
@@ -188,3 +283,62 @@ def plan(
     left_s = options.minutes * 60 * USED_PART - used_s - 2 * max(0.0, used_s - PROBE_STEPS * step_s)
     options.steps = max(MIN_STEPS, int(left_s / step_s))
     options.tokens_per_parameter = 0
+
+
+def run_ranks(work: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
+    """Call work(rank, store, *arguments) in a process for each rank; whatever ends this process ends them.
+
+    store: the URL of a file through which the ranks can join a process group.
+
+    Raises torch.multiprocessing's ProcessException when a rank fails, after ending the other ones.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = (Path(folder) / "store").as_uri()
+        torch.multiprocessing.spawn(work, (store, *arguments), nprocs=num_ranks, daemon=True)
+
+
+def exit_on_signals() -> None:
+    """Exit on SIGINT, SIGTERM and SIGHUP as Python does by itself at the end of a program."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **defaults: Any
+) -> argparse.Namespace:
+    """Parse the arguments of a program, with other defaults; end it with a clear message if they don't fit.
+
+    parser: has the program's own options.
+    """
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    text = "comma-separated; the others are compared with the first (default: %(default)s)"
+    parser.add_argument("--hook", help=text)
+    for name, text in (
+        ("steps", f"optimizer steps per hook, at least {MIN_STEPS}"),
+        ("width", "width of the GPT, a multiple of --heads"),
+        ("layers", "its transformer blocks"),
+        ("heads", "its attention heads"),
+        ("batch", "sequences per rank and step"),
+        ("sequence", "bytes per sequence"),
+        ("ranks", "processes"),
+    ):
+        help_text = f"{text} (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=positive_int, metavar="N", help=help_text)
+    text = "of weights and data (default: %(default)s)"
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=text)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: %(default)s)")
+    parser.set_defaults(heads=4, sequence=64, **defaults)
+    options = parser.parse_args(arguments)
+    if options.steps < MIN_STEPS:
+        parser.error(f"--steps must be at least {MIN_STEPS} to time any of them: got {options.steps}")
+    if options.width % options.heads:
+        parser.error(f"--width must be a multiple of --heads: got {options.width} and {options.heads}")
+    if options.seed < 0:
+        parser.error(f"--seed must not be negative: got {options.seed}")
+    options.hooks = options.hook.split(",")
+    for hook in options.hooks:
+        try:
+            check_name(split_rate(hook)[0])
+        except ValueError as error:
+            parser.error(f"--hook: {error}")
+    return options

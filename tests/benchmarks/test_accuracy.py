@@ -13,12 +13,11 @@ import gradcomp
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'gradcomp[accuracy]'")
 
-from benchmarks.accuracy import comparison
-from benchmarks.accuracy.__main__ import parse
+from benchmarks import accuracy
+from benchmarks.accuracy import parse
 from benchmarks.records import append, read
 from benchmarks.training import averaging, corpus, runs
-from benchmarks.training.averaging import LocalOptions
-from benchmarks.training.options import split_rate
+from benchmarks.training.averaging import LocalOptions, split_rate
 from benchmarks.training.runs import options_of, train
 from benchmarks.training.tasks import OPTIMIZERS, TASKS, loss_of
 from benchmarks.training.wire import SimulatedWire, Wire
@@ -58,7 +57,7 @@ def trained(tmp_path_factory):
     recorded = read(folder / "accuracy.jsonl")
     assert recorded[:2] == [of_these_options, of_others]
     assert tuple(each["hook"] for each in recorded[2:]) == EVERY_SORT
-    assert comparison.tables([*recorded[2:], of_these_options]) in done.stdout
+    assert accuracy.tables([*recorded[2:], of_these_options]) in done.stdout
     assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG"), "of two sizes"
     return {each["hook"]: each for each in recorded[2:]}
 
@@ -122,7 +121,7 @@ def test_a_whole_run(tmp_path):
     assert power_sgd["validation_losses"][2:] != none["validation_losses"][2:]
     assert end == [60, none["validation_loss"]]
     assert end[1] < start[1]
-    assert comparison.tables(rows) in done.stdout
+    assert accuracy.tables(rows) in done.stdout
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -264,10 +263,10 @@ def row(hook: str, seed: int, loss: float, num_bytes: int) -> dict:
 def test_the_picture_has_a_line_per_hook_over_sizes(tmp_path):
     sizes = [{"num_parameters": size} for size in (10, 100)]
     rows = [row(hook, 0, 2.0, 4) | size for size in sizes for hook in ("none:lr=1", "int4:lr=1", "int8:lr=1")]
-    comparison.draw(rows, tmp_path / "accuracy.png")
+    accuracy.draw(rows, tmp_path / "accuracy.png")
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="two sizes"):
-        comparison.draw(rows[:3], tmp_path / "accuracy.png")
+        accuracy.draw(rows[:3], tmp_path / "accuracy.png")
 
 
 def test_the_costs_of_sharded_models_are_of_the_recorded_runs():
@@ -277,11 +276,11 @@ def test_the_costs_of_sharded_models_are_of_the_recorded_runs():
     for row in rows:
         if row["options"]["width"] == 64 or row["hook"].endswith(":lr=0.0015"):
             by_rate[row["options"]["width"] == 64].append(row)
-    small, large = (comparison.summaries(by_rate[is_small])["gpt"] for is_small in (True, False))
+    small, large = (accuracy.summaries(by_rate[is_small])["gpt"] for is_small in (True, False))
     of_large = {each.hook.removesuffix(":lr=0.0015"): each.differences[0] for each in large}
     for each in small[1:]:
         weights, gradients = each.hook.removeprefix("fsdp2:").split(":")
-        loss = comparison.mean_and_spread(each.differences, 3, "+")
+        loss = accuracy.mean_and_spread(each.differences, 3, "+")
         second = f"{of_large[each.hook]:+.3f}" if each.hook in of_large else ""
         assert f"| {weights}, {gradients} | {loss} | {second} |" in page
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.demo import chart
-from benchmarks.demo.__main__ import parse
+from benchmarks import demo
+from benchmarks.demo import parse
 from benchmarks.records import read
-from benchmarks.training.history import check_replicas
+from benchmarks.training.runs import check_replicas
 from benchmarks.training.wire import Link, Wire
 from gradcomp.comm.consistency import MESSAGE_BYTES
 from gradcomp.comm.exchange import all_gather, all_to_all
@@ -43,10 +43,10 @@ def start(tmp_path):
 
     start_demo.started = started
     yield start_demo
-    for demo in started:
-        for pid in {demo.pid, *descendants(demo.pid)} if demo.poll() is None else ():
+    for each in started:
+        for pid in {each.pid, *descendants(each.pid)} if each.poll() is None else ():
             os.kill(pid, signal.SIGKILL)
-        demo.wait()
+        each.wait()
 
 
 def wait_for_text(demo: subprocess.Popen, text: str) -> None:
@@ -155,10 +155,10 @@ def test_a_busy_machine_gives_no_times():
     record = {"hook": "none", "bytes_per_step": 800, "ms_per_step": 111.0, "choice": None}
     record |= {"validation_loss": 2.5, "validation_losses": [(0, 3.0), (10, 2.5)]}
     record |= {"step_s": [0.2] * 5 + [0.10, 0.11, 0.11, 0.11, 0.12]}
-    assert not chart.too_noisy(record)
-    why = chart.too_noisy(record | {"step_s": [0.2] * 5 + [0.10, 0.10, 0.11, 0.13, 0.14]})
+    assert not demo.too_noisy(record)
+    why = demo.too_noisy(record | {"step_s": [0.2] * 5 + [0.10, 0.10, 0.11, 0.13, 0.14]})
     assert why == "of the steps of none a fifth took under 100 ms, a fifth over 138"
-    in_time, busy = chart.table([record], ""), chart.table([record], why)
+    in_time, busy = demo.table([record], ""), demo.table([record], why)
     assert (" 111 " in in_time, " 111 " in busy, f"time this: {why}." in busy) == (True, False, True)
 
 

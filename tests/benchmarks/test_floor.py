@@ -6,7 +6,7 @@ import torch
 from benchmarks import __main__ as bench
 from benchmarks import environment
 from benchmarks.clock import Timing
-from benchmarks.floor import floor_us
+from benchmarks.environment import floor_us
 from benchmarks.harness import Case, Setup
 from benchmarks.records import read
 

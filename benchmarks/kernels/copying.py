@@ -1,7 +1,12 @@
-"""Gather a bucket's gradients into one buffer with 1/W fused, and scatter them back.
+"""Cast a bucket to 16 bits with 1/W fused, and back; gather gradients into one buffer, and scatter them.
 
-A call handles all buckets of a model, one after another, as a training step does; on CPU, and with
---quick, one of its buckets. Providers:
+Providers of casts:
+
+gradcomp        one pass each way.
+torch           what torch's fp16 and bf16 hooks do: .to(dtype).div_(W), and .copy_().
+
+To gather, with 1/W fused, and to scatter, a call handles all buckets of a model, one after another, as a
+training step does; on CPU, and with --quick, one of its buckets:
 
 gradcomp        one launch per bucket.
 torch_ddp       what DDP's reducer does: one kernel per parameter. The reducer's loop is in C++, this
@@ -19,7 +24,58 @@ from benchmarks.harness import Case, Setup, rounding_error
 from gradcomp import ops
 from gradcomp.layout import FlatLayout
 
-SCALE = 1 / 6  # 6 ranks: not a power of two, so that the multiplication rounds
+WORLD_SIZE = 6  # not a power of two, so that divisions round
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    yield from _casts(device, quick)
+    yield from _copies(device, quick)
+
+
+def _casts(device: torch.device, quick: bool) -> Iterator[Case]:
+    for mib in (1, 25) if quick else (1, 25, 100):
+        numel = mib * 2**20 // 4
+        for dtype in (torch.float16, torch.bfloat16):
+            describe = partial(Case, label=f"{mib} MiB", num_bytes=numel * (4 + 2), baseline="torch")
+            wire = str(dtype).removeprefix("torch.")
+            yield describe(
+                "compress_cast",
+                dtype=f"float32->{wire}",
+                max_error=rounding_error(dtype),
+                build=partial(_compressing, numel, dtype, device),
+            )
+            yield describe(
+                "decompress_cast",
+                dtype=f"{wire}->float32",
+                max_error=0.0,  # every 16-bit value is an fp32 value
+                build=partial(_decompressing, numel, dtype, device),
+            )
+
+
+def _compressing(numel: int, dtype: torch.dtype, device: torch.device) -> Setup:
+    buffer = torch.randn(numel, device=device)
+    out = torch.empty(numel, dtype=dtype, device=device)
+    return Setup(
+        providers={
+            "gradcomp": lambda: [ops.compress_cast(buffer, out=out, scale=1 / WORLD_SIZE)],
+            "torch": lambda: [buffer.to(dtype).div_(WORLD_SIZE)],
+        },
+        reference=lambda: [buffer.double() / WORLD_SIZE],
+        outputs=[out],
+    )
+
+
+def _decompressing(numel: int, dtype: torch.dtype, device: torch.device) -> Setup:
+    compressed = torch.randn(numel, device=device).to(dtype)
+    out = torch.empty(numel, device=device)
+    return Setup(
+        providers={
+            "gradcomp": lambda: [ops.decompress_cast(compressed, out=out)],
+            "torch": lambda: [out.copy_(compressed)],
+        },
+        reference=lambda: [compressed.double()],
+        outputs=[out],
+    )
 
 
 class Bucket:
@@ -33,7 +89,7 @@ class Bucket:
         self.views = [part.view(shape) for part, shape in zip(self.buffer.split(numels), shapes, strict=True)]
 
 
-def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+def _copies(device: torch.device, quick: bool) -> Iterator[Case]:
     small = quick or device.type == "cpu"
     for model in models.MODELS:
         for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
@@ -64,7 +120,7 @@ def _copying(
     def gradcomp() -> list[torch.Tensor]:
         for bucket in buckets:
             if gathers:
-                ops.flatten(bucket.gradients, bucket.layout, out=bucket.buffer, scale=SCALE)
+                ops.flatten(bucket.gradients, bucket.layout, out=bucket.buffer, scale=1 / WORLD_SIZE)
             else:
                 ops.unflatten(bucket.buffer, bucket.layout, out=bucket.gradients)
         return outputs
@@ -74,7 +130,7 @@ def _copying(
             pairs = zip(bucket.gradients, bucket.views, strict=True)
             if gathers:
                 for gradient, view in pairs:
-                    torch.mul(gradient, SCALE, out=view)
+                    torch.mul(gradient, 1 / WORLD_SIZE, out=view)
             else:
                 for gradient, view in pairs:
                     gradient.copy_(view)
@@ -84,7 +140,7 @@ def _copying(
         for bucket in buckets:
             if gathers:
                 torch._foreach_copy_(bucket.views, bucket.gradients)
-                bucket.buffer.mul_(SCALE)
+                bucket.buffer.mul_(1 / WORLD_SIZE)
             else:
                 torch._foreach_copy_(bucket.gradients, bucket.views)
         return outputs
@@ -92,7 +148,7 @@ def _copying(
     def reference() -> Iterator[torch.Tensor]:
         for bucket in buckets:
             if gathers:
-                yield torch.cat([gradient.double().view(-1) for gradient in bucket.gradients]) * SCALE
+                yield torch.cat([gradient.double().view(-1) for gradient in bucket.gradients]) / WORLD_SIZE
             else:
                 yield from (view.double() for view in bucket.views)
 
