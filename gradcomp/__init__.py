@@ -4,7 +4,7 @@ from importlib import metadata
 
 from . import hooks
 from .comm.reduced_values import loss_factor
-from .hooks.apply_to_torch import apply_to_torch
+from .hooks import apply_to_torch
 from .parallel import DistributedDataParallel
 from .reducer import Reducer, average_
 

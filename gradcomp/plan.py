@@ -28,10 +28,11 @@ from gradcomp.command_line import (
     positive_int,
     shown_seconds,
 )
-from gradcomp.compress.compressor import BucketSpec
-from gradcomp.compress.compressor import Collective as Collective
+from gradcomp.compress.compressor import BucketSpec, Collective
 from gradcomp.hooks.named_hooks import NAMES, NamedHook, forms_of
 from gradcomp.reducer.bucket import assign_buckets
+
+__all__ = ["Collective", "Network", "Traffic", "buckets_of", "collectives_of", "load_shapes", "traffic"]
 
 Shape = tuple[int, ...]
 
