@@ -76,28 +76,25 @@ def tables(rows: Sequence[Row]) -> str:
 
     rate: how many times fewer bytes than the first hook sends in fp32.
     """
-    return "\n\n".join(
-        _table([row for row in rows if row["task"] == task], hooks) for task, hooks in summaries(rows).items()
-    )
-
-
-def _table(rows: Sequence[Row], hooks: Sequence[Summary]) -> str:
-    first, baseline = rows[0], hooks[0]
-    lines = [
-        f"{first['task']}: {first['num_parameters']:,} parameters, {first['steps']:,} steps, "
-        f"{first['ranks']} ranks, seeds: {len(baseline.losses)}; "
-        f"compression after {first['start_powerSGD_iter']} steps",
-        f"{'hook':17}{'bytes/step':>11}{'rate':>9}{'MB sent':>9}"
-        f"{'validation loss':>18}{'minus ' + baseline.hook:>18}",
-    ]
-    for hook in hooks:
-        num_bytes = hook.bytes_per_step
-        rate = f"{baseline.bytes_per_step / num_bytes:.1f}×" if num_bytes else "∞"
-        difference = "" if hook is baseline else mean_and_spread(hook.differences, 3, sign="+")
-        lines.append(
-            f"{hook.hook:17}{hook.bytes_per_step:>11,}{rate:>9}{hook.sent_bytes / 1e6:>9.1f}"
-            f"{mean_and_spread(hook.losses, 3):>18}{difference:>18}".rstrip()
-        )
+    lines: list[str] = []
+    for task, (baseline, *others) in summaries(rows).items():
+        first = next(row for row in rows if row["task"] == task)
+        lines += [
+            *([""] if lines else []),
+            f"{task}: {first['num_parameters']:,} parameters, {first['steps']:,} steps, "
+            f"{first['ranks']} ranks, seeds: {len(baseline.losses)}; "
+            f"compression after {first['start_powerSGD_iter']} steps",
+            f"{'hook':17}{'bytes/step':>11}{'rate':>9}{'MB sent':>9}"
+            f"{'validation loss':>18}{'minus ' + baseline.hook:>18}",
+        ]
+        for hook in (baseline, *others):
+            num_bytes = hook.bytes_per_step
+            rate = f"{baseline.bytes_per_step / num_bytes:.1f}×" if num_bytes else "∞"
+            difference = "" if hook is baseline else mean_and_spread(hook.differences, 3, sign="+")
+            lines.append(
+                f"{hook.hook:17}{num_bytes:>11,}{rate:>9}{hook.sent_bytes / 1e6:>9.1f}"
+                f"{mean_and_spread(hook.losses, 3):>18}{difference:>18}".rstrip()
+            )
     return "\n".join(lines)
 
 

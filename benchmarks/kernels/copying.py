@@ -28,11 +28,6 @@ WORLD_SIZE = 6  # not a power of two, so that divisions round
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    yield from _casts(device, quick)
-    yield from _copies(device, quick)
-
-
-def _casts(device: torch.device, quick: bool) -> Iterator[Case]:
     for mib in (1, 25) if quick else (1, 25, 100):
         numel = mib * 2**20 // 4
         for dtype in (torch.float16, torch.bfloat16):
@@ -50,6 +45,23 @@ def _casts(device: torch.device, quick: bool) -> Iterator[Case]:
                 max_error=0.0,  # every 16-bit value is an fp32 value
                 build=partial(_decompressing, numel, dtype, device),
             )
+    small = quick or device.type == "cpu"
+    for model in models.MODELS:
+        for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
+            bucket_shapes = [models.one_bucket(model, dtype)] if small else models.buckets(model, dtype)
+            num_elements = sum(map(models.num_elements, bucket_shapes))
+            describe = partial(
+                Case,
+                label=f"{model}, {len(bucket_shapes)} buckets" if not small else f"{model}, 1 bucket",
+                dtype=str(dtype).removeprefix("torch."),
+                num_bytes=2 * num_elements * dtype.itemsize,
+                min_launches=len(bucket_shapes),
+                max_error=rounding_error(dtype),
+                baseline="torch_ddp",
+            )
+            for name in ("flatten", "unflatten"):
+                build = partial(_copying, bucket_shapes, dtype, device, gathers=name == "flatten")
+                yield describe(name, build=build)
 
 
 def _compressing(numel: int, dtype: torch.dtype, device: torch.device) -> Setup:
@@ -87,26 +99,6 @@ class Bucket:
         self.buffer = torch.randn(self.layout.numel, dtype=dtype, device=device)
         numels = [gradient.numel() for gradient in self.gradients]
         self.views = [part.view(shape) for part, shape in zip(self.buffer.split(numels), shapes, strict=True)]
-
-
-def _copies(device: torch.device, quick: bool) -> Iterator[Case]:
-    small = quick or device.type == "cpu"
-    for model in models.MODELS:
-        for dtype in (torch.float32,) if small else (torch.float32, torch.bfloat16):
-            bucket_shapes = [models.one_bucket(model, dtype)] if small else models.buckets(model, dtype)
-            num_elements = sum(map(models.num_elements, bucket_shapes))
-            describe = partial(
-                Case,
-                label=f"{model}, {len(bucket_shapes)} buckets" if not small else f"{model}, 1 bucket",
-                dtype=str(dtype).removeprefix("torch."),
-                num_bytes=2 * num_elements * dtype.itemsize,
-                min_launches=len(bucket_shapes),
-                max_error=rounding_error(dtype),
-                baseline="torch_ddp",
-            )
-            for name in ("flatten", "unflatten"):
-                build = partial(_copying, bucket_shapes, dtype, device, gathers=name == "flatten")
-                yield describe(name, build=build)
 
 
 def _copying(

@@ -64,21 +64,19 @@ def name(row: Row) -> str:
 
 def summary(row: Row) -> str:
     """Say in one line what a row holds, and how many packets were lost, which makes times longer."""
-    dropped = row.get("dropped_packets")
-    return _result(row) + (f"; {dropped:,} PACKETS DROPPED" if dropped else "")
-
-
-def _result(row: Row) -> str:
     if "failed" in row:
-        return str(row["failed"])
-    if row["job"] == "link":
+        result = str(row["failed"])
+    elif row["job"] == "link":
         (few, of_few), *_, (many, of_many) = row["all_reduce_seconds"]
-        return (
+        result = (
             f"exchange of 8 B {row['exchange_seconds'] * 1e3:.2f} ms, all-reduce of {many:,} B "
             f"{of_many * 1e3:.1f} ms, of {few:,} B {of_few * 1e3:.2f} ms"
         )
-    chose = f", chose {row['choice']}" if "choice" in row else ""
-    return f"{row['step_ms']:.1f} ms/step ({row['p20_ms']:.1f}-{row['p80_ms']:.1f}){chose}"
+    else:
+        chose = f", chose {row['choice']}" if "choice" in row else ""
+        result = f"{row['step_ms']:.1f} ms/step ({row['p20_ms']:.1f}-{row['p80_ms']:.1f}){chose}"
+    dropped = row.get("dropped_packets")
+    return result + (f"; {dropped:,} PACKETS DROPPED" if dropped else "")
 
 
 def of(rows: Iterable[Row], **wanted: Any) -> list[Row]:

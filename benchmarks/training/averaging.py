@@ -46,7 +46,7 @@ def weights_and_gradients(name: str) -> tuple[str, str]:
     return weights, gradients
 
 
-def shard(net: nn.Module, name: str, start_iter: int = 0) -> nn.Module:
+def shard(net: nn.Module, name: str, start_iter: int = 0) -> None:
     """Shard a net over all ranks, each layer or block by itself.
 
     name: see weights_and_gradients. start_iter: the first step whose gradients gradcomp compresses.
@@ -64,7 +64,6 @@ def shard(net: nn.Module, name: str, start_iter: int = 0) -> nn.Module:
     if weights in BITS:
         for each in all_gathers(net, BITS[weights], 128, (), TORCHRUNS):
             each.param_group.install_all_gather(each)
-    return net
 
 
 def unsharded(net: nn.Module) -> list[torch.Tensor]:

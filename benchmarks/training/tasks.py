@@ -122,46 +122,36 @@ def gpt(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
     )
 
 
-def text(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
+Reads = Callable[[int, int], tuple[Tensor, Tensor]]
+
+
+def packages(num_windows: int, sequence: int) -> tuple[Tensor, Tensor]:
+    """Read the sources of Python and of its packages."""
+    return read_once([sysconfig.get_paths()[name] for name in ("stdlib", "purelib")], sequence, num_windows)
+
+
+def made_up(num_windows: int, sequence: int) -> tuple[Tensor, Tensor]:
+    """Write sentences."""
+    num_bytes = num_windows * (sequence + 1)
+    found, _ = sentences(num_bytes + HELD_OUT_BYTES, seed=0)
+    return found[:num_bytes].view(num_windows, -1), found[num_bytes:]
+
+
+def reading_once(read: Reads, options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
     """Make the GPT with options.optimizer, for text that is read once: each window by one rank, in one step.
 
     The number of steps follows from the tokens per parameter, if there are any. Ranks have parts of the
     validation windows.
+
+    read(number of windows, sequence): returns windows to train on, and bytes to validate on.
     """
-
-    def read(num_windows: int) -> tuple[Tensor, Tensor]:
-        folders = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")]
-        return read_once(folders, options.sequence, num_windows)
-
-    return _reading_once(read, options, seed, rank, ranks)
-
-
-def grammar(options: argparse.Namespace, seed: int, rank: int, ranks: int) -> Task:
-    """Make the GPT with options.optimizer, for made-up sentences, which are read once as in text."""
-
-    def read(num_windows: int) -> tuple[Tensor, Tensor]:
-        num_bytes = num_windows * (options.sequence + 1)
-        found, _ = sentences(num_bytes + HELD_OUT_BYTES, seed=0)
-        return found[:num_bytes].view(num_windows, -1), found[num_bytes:]
-
-    return _reading_once(read, options, seed, rank, ranks)
-
-
-def _reading_once(
-    read: Callable[[int], tuple[Tensor, Tensor]],
-    options: argparse.Namespace,
-    seed: int,
-    rank: int,
-    ranks: int,
-) -> Task:
-    """Make the task. read(number of windows) returns windows to train on, and bytes to validate on."""
     torch.manual_seed(seed)
     net = GPT(options.width, options.layers, options.heads, options.sequence)
     tokens = options.tokens_per_parameter * sum(parameter.numel() for parameter in net.parameters())
     steps = options.steps
     if tokens:
         steps = max(MIN_STEPS, math.ceil(tokens / (ranks * options.batch * options.sequence)))
-    windows, held_out = read(steps * ranks * options.batch)
+    windows, held_out = read(steps * ranks * options.batch, options.sequence)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
     batches = iter(order[rank::ranks].split(options.batch))
     return Task(
@@ -184,4 +174,4 @@ def loss_of(logits: Tensor, classes: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), classes.flatten())
 
 
-TASKS = {"gpt": gpt, "text": text, "grammar": grammar}
+TASKS = {"gpt": gpt, "text": partial(reading_once, packages), "grammar": partial(reading_once, made_up)}
