@@ -41,10 +41,11 @@ class Recorder:
     is_alone: the ranks don't communicate.
     """
 
-    def __init__(self, steps: int, wire: Wire, num_validations: int, is_alone: bool) -> None:
+    def __init__(self, steps: int, wire: Wire, num_validations: int, is_alone: bool, device: Any) -> None:
         self.steps, self.is_alone = steps, is_alone
         self.every = max(2, steps // num_validations)
-        self.losses: list[Tensor] = []
+        # Not a list: small tensors that stay keep the memory freed between them from being used again.
+        self.losses = torch.zeros(steps, device=device)
         self.step_bytes: list[int] = []
         self.step_s: list[float] = []
         self.validation_losses: list[tuple[int, float]] = []
@@ -65,7 +66,7 @@ class Recorder:
             return
         self._shown_at = now
         print(
-            f"{label:12} step {step:>{len(str(self.steps))}}/{self.steps}   loss {self.losses[-1].item():.3f}"
+            f"{label:12} step {step:>{len(str(self.steps))}}/{self.steps}   loss {self.losses[step - 1]:.3f}"
             f"   validation {self.validation_losses[-1][1]:.3f}   {self.step_bytes[-1]:,} B/step",
             flush=True,
         )
@@ -85,13 +86,12 @@ class Recorder:
                 "a step handed 0 bytes to collectives: the hook does not communicate, or bypasses torch's "
                 "dispatcher"
             )
-        losses = mean_over_ranks(torch.stack(self.losses)).tolist()
         return {
             "bytes_per_step": self.step_bytes[-1],
             # In the first half DDP rebuilds its buckets, caches fill, and auto_hook tries its candidates.
             "ms_per_step": statistics.mean(self.step_s[self.steps // 2 :]) * 1e3,
             "validation_loss": self.validation_losses[-1][1],
-            "losses": losses,
+            "losses": mean_over_ranks(self.losses).tolist(),
             "validation_losses": self.validation_losses,
             "step_bytes": self.step_bytes,
             "step_s": self.step_s,
@@ -159,7 +159,7 @@ def train(
     on_cuda = device.type == "cuda"
     if on_cuda:
         task.net.compile()
-    recorder = Recorder(task.steps, wire, options.validations, is_alone=name == ALONE)
+    recorder = Recorder(task.steps, wire, options.validations, name == ALONE, device)
     start_iter = recorder.every
     auto_options = {"start_iter": start_iter, "rounds": 1}  # a short trial, for a short run
     averaged = Averaged(task.net, name, start_iter, BUCKET_CAP_MB, auto_options)
@@ -192,7 +192,7 @@ def train(
             averaged.end_step(step + 1, task.steps)
         for schedule in schedules:
             schedule.step()
-        recorder.losses.append(loss.detach())
+        recorder.losses[step] = loss.detach()
         if recorder.is_time_to_validate():
             validate()
         recorder.show(label)
