@@ -46,8 +46,8 @@ def test_the_documented_check(monkeypatch):
         return reports[-1]
 
     monkeypatch.setattr("gradcomp.testing.check_hook", recorded)
-    names = {"TopK": TopK, "TopKOptions": TopKOptions, "CompressorState": CompressorState}
-    exec(compile(BLOCKS[2], str(PAGE), "exec"), names | {"compress_hook": compress_hook})
+    names = {"__name__": "__main__", "TopK": TopK, "TopKOptions": TopKOptions, "compress_hook": compress_hook}
+    exec(compile(BLOCKS[2], str(PAGE), "exec"), names | {"CompressorState": CompressorState})
     (report,) = reports
     for name in ("held_back_comes_out", "checkpoint_round_trip"):
         assert report.verdicts[name].outcome == "holds", name
