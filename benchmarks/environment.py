@@ -1,4 +1,4 @@
-"""Where a measurement was made: device, driver, versions, commit; and the least time of a call there."""
+"""Describe where a measurement was made, and compute the least time of a call there."""
 
 import os
 import platform

@@ -104,7 +104,7 @@ class Network:
 
         On gloo every step of an all-reduce's ring is one, and so is an exchange with all other ranks; half of
         one if its receives are posted ahead. On NCCL every message is half of one: an all-reduce has the
-        messages of a tree between nodes, an all-gather those of a ring, and an all-to-all sends all at once.
+        messages of a tree between nodes, an all-gather a ring's, and an all-to-all sends all at once.
         """
         if collective.group == "within" or self.num_nodes == 1:
             return 0.0
