@@ -21,11 +21,6 @@ class SavedState(ConfiguredState):
     """What every state keeps of parameters, its statistics, and its checkpoints, pickles and copies."""
 
     keep_undo: bool = False
-    recorder: Any
-    total_numel_before_compression: int
-    total_numel_after_compression: int
-    next_stats_report: int
-    announced: set[str]
     _steps: Any  # Steps
     _sizes: Any  # GradientSizes
 
@@ -35,6 +30,8 @@ class SavedState(ConfiguredState):
         self.settings = settings
         self._states = ParameterStates()
         self._scale: float | None = None  # of gradients and errors
+        self.recorder: Any = None
+        self.announced: set[str] = set()
         self.next_stats_report = 0
         self.total_numel_before_compression = self.total_numel_after_compression = 0
         self._errors_of: dict[str, Any] | None = None  # the rank that saved the loaded errors, until a step

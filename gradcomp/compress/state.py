@@ -148,10 +148,8 @@ class CompressorState(SavedState):
         self._place = Place()  # in the last bucket's group
         self._steps: Steps = Steps()
         self._phase: Phase | None = None  # of the last bucket
-        self.announced: set[str] = set()
         self._sizes: GradientSizes | None = GradientSizes()  # None once judged
         self._pipeline = Pipeline()
-        self.recorder: Any = None
         self.shard_group: dist.ProcessGroup | None = None
         # True once compress_reduce_scatter has taken the state: no rank then sees the averages of all.
         self.has_shards = False
@@ -344,10 +342,6 @@ class Steps:
     sent_bytes: the bytes that a rank has sent for these buckets.
     """
 
-    is_over: bool
-    is_joined: bool
-    num_buckets: int
-
     def __init__(self, num: int = 0) -> None:
         self.num = self.first = num
         self.undoable: int | None = None
@@ -356,6 +350,13 @@ class Steps:
         self._watched: list[weakref.ref[torch.Tensor]] = []  # of the backward's first bucket
         self._left: list[Any] | None = None  # as the last backward has left them; None during a backward
         self.end()
+
+    def end(self) -> None:
+        """Begin the next step."""
+        self.is_over = self.is_joined = False
+        self.num_buckets = self.gradient_bytes = self.sent_bytes = 0
+        if self._backward == -1 and self._left is None:  # outside of a backward
+            self._parameters = set()
 
     def take(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Add a bucket, unless the step has ended before it.
@@ -381,13 +382,6 @@ class Steps:
             # A callback of a callback comes after DDP's, which writes the averages to the gradients.
             queue_callback(partial(queue_callback, self._end_backward))
         return True
-
-    def end(self) -> None:
-        """Begin the next step."""
-        self.is_over = self.is_joined = False
-        self.num_buckets = self.gradient_bytes = self.sent_bytes = 0
-        if self._backward == -1 and self._left is None:  # outside of a backward
-            self._parameters = set()
 
     def _end_backward(self) -> None:
         self._backward, self._left = -1, self._versions()
