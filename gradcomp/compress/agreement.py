@@ -50,12 +50,8 @@ class Place:
         return self.round_trip_s >= MIN_DELAY_S
 
 
-def agree(
-    state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup, *, is_first: bool
-) -> Place:
+def agree(state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.ProcessGroup) -> Place:
     """Compare the ranks before a bucket of a state's first step is averaged.
-
-    is_first: whether the bucket is the first one of its step.
 
     Returns this rank's place: nodes and round trip are the same on all ranks.
 
@@ -68,7 +64,7 @@ def agree(
         "names of parameters (number_parameters gives them)": [
             *map(state._states.keys.get, bucket.parameters())
         ],
-        "directions": state._states.common_digest(),
+        "directions": digest_of(state._states.waiting),
         "hook": hook_name,
         "world size": group.size(),
         "dtype of the bucket": buffer.dtype,
@@ -76,7 +72,7 @@ def agree(
         "whether the bucket is the last (bucket_cap_mb tells how many there are)": bucket.is_last(),
         "shapes in the bucket": [list(parameter.shape) for parameter in bucket.parameters()],
     }
-    if is_first:
+    if state._steps.num_buckets == 1:
         require_same_group(whose, group)
     own = {} if state._compressor.is_same_on_all_processors else processor(buffer.device)
     unlike = require_same_on_all_ranks(

@@ -28,9 +28,8 @@ from gradcomp.device import has_streams
 
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.exchange import Works
-from ..comm.process_group import Explaining
 from ..comm.streams import side_stream
-from .agreement import Place, digest_of
+from .agreement import Place
 from .compressor import BucketSpec, Compressor, State
 from .parameter_keys import ParameterKeys, Shape, draw_of
 
@@ -263,7 +262,7 @@ class ParameterStates:
         self.loaded: list[str] = []  # keys of loaded errors, until it is known whose they are
         self._num_known = 0
         self.lost_undo = -1  # the last step that can't be taken back in all buckets
-        self._entries: Entries = {}  # those that no compressor has taken over
+        self.waiting: Entries = {}  # the entries that no compressor has taken over
         self._buckets: list[Bucket] = []
         # By index, which is a hint only: torch gives 0 to all buckets of a static graph's first step.
         self._of_step: dict[int, Bucket] = {}
@@ -312,7 +311,7 @@ class ParameterStates:
         self._give_back(bucket)
         bucket.compressor, bucket.device = _made(make, spec, bucket.options), spec.device
         own: list[str | tuple[str, ...]] = [*bucket.keys, tuple(bucket.keys)]
-        taken: Entries = {key: self._entries.pop(key) for key in own if key in self._entries}
+        taken: Entries = {key: self.waiting.pop(key) for key in own if key in self.waiting}
         lost = {
             key: taken.pop(key)["error"]
             for key, shape in zip(bucket.keys, bucket.shapes, strict=True)
@@ -325,8 +324,8 @@ class ParameterStates:
     def _give_back(self, bucket: Bucket) -> None:
         """Take over the entries of a bucket's parameters from its compressor, and drop the compressor."""
         for key, entry in bucket.entries().items():
-            self._entries.setdefault(key, {}).update(entry)
-        bucket.compressor, bucket.made_for, bucket.operation = None, (), None
+            self.waiting.setdefault(key, {}).update(entry)
+        bucket.compressor, bucket.made_for = None, ()
         bucket.pending, bucket.sent = {}, {}
         if bucket.undo is not None:
             self.lost_undo, bucket.undo = max(self.lost_undo, bucket.undo[0]), None
@@ -365,28 +364,13 @@ class ParameterStates:
         for bucket in sorted(self._buckets, key=lambda bucket: bucket.index):
             for key, entry in bucket.entries().items():
                 copies.setdefault(key, {}).update(entry)
-        for key, entry in self._entries.items():
+        for key, entry in self.waiting.items():
             copies.setdefault(key, {}).update({name: value.clone() for name, value in entry.items()})
         return copies
 
-    def errors_of_buckets(self) -> dict[int, torch.Tensor]:
-        """Return copies of the errors of buckets with compressors, [numel], by index."""
-        errors = {}
-        for bucket in self._buckets:
-            entries = bucket.entries().values()
-            if parts := [entry["error"].flatten() for entry in entries if "error" in entry]:
-                errors[bucket.index] = torch.cat(parts)
-        return errors
-
-    @property
-    def have_errors(self) -> bool:
-        """True if the compressor of a bucket keeps errors."""
-        made = [each for each in self._buckets if each.compressor is not None]
-        return any(each.current_error() is not None for each in made)
-
     def load(self, entries: Entries) -> None:
         """Replace all entries."""
-        self._entries, self._buckets, self._of_step, self._of_last_step = dict(entries), [], {}, {}
+        self.waiting, self._buckets, self._of_step, self._of_last_step = dict(entries), [], {}, {}
         errors = {str(key): entry["error"] for key, entry in entries.items() if "error" in entry}
         self.loaded = [key for key, error in errors.items() if _is_any(error)]
         self._num_known = len(self.keys.known())
@@ -413,19 +397,19 @@ class ParameterStates:
                 self._give_back(bucket)
                 self._buckets.remove(bucket)
                 bucket.parameters = []
-            if name in self._entries:
+            if name in self.waiting:
                 raise ValueError(
                     f"a bucket has brought {name} already, without its name, and the checkpoint has a memory "
                     "of that name: call number_parameters before the first step"
                 )
-            if before in self._entries:
-                self._entries[name] = self._entries.pop(before)
+            if before in self.waiting:
+                self.waiting[name] = self.waiting.pop(before)
 
     def scale_errors(self, factor: float) -> None:
         """Multiply all errors by factor."""
         for bucket in self._buckets:
             bucket.scale_errors(factor)
-        for entry in self._entries.values():
+        for entry in self.waiting.values():
             if "error" in entry:
                 entry["error"] = entry["error"] * factor
 
@@ -435,10 +419,6 @@ class ParameterStates:
         for bucket in self._buckets:
             if key is not None and key in bucket.keys:
                 bucket.add_to_error(key, values)
-
-    def common_digest(self) -> str:
-        """Return a digest of the waiting entries that must be the same on every rank: all but errors."""
-        return digest_of(self._entries)
 
 
 def _is_any(error: torch.Tensor) -> bool:

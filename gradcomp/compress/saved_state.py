@@ -160,7 +160,12 @@ class SavedState(ConfiguredState):
 
     def errors_of_buckets(self) -> dict[int, torch.Tensor]:
         """Return copies of this rank's errors by the index of their bucket, [numel]."""
-        return self._states.errors_of_buckets()
+        errors = {}
+        for bucket in self._states._buckets:
+            entries = bucket.entries().values()
+            if parts := [entry["error"].flatten() for entry in entries if "error" in entry]:
+                errors[bucket.index] = torch.cat(parts)
+        return errors
 
     @property
     def state(self) -> Entries:

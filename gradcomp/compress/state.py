@@ -229,7 +229,7 @@ class CompressorState(SavedState):
             self._expect_comparison()
         if self.compared_in is None or self.compared_in == self._steps.num:  # all buckets of that step
             self.compared_in = None  # if the comparison fails
-            agreed = agree(self, hook_name, bucket, group, is_first=is_first)
+            agreed = agree(self, hook_name, bucket, group)
             if agreed != self._place:
                 self._states.give_all_back()
                 self._place = agreed
@@ -270,15 +270,20 @@ class CompressorState(SavedState):
         # A compressor ends a step by choosing the next step's random projections, with the next seed.
         seeds = [self.settings.random_seed * 1_000_003 + number * 8_191 for number in (step, step + 1)]
         seed, next_seed = (each % 2**62 + own.draw for each in seeds)
-        if own.made_for != (phase.compressor, buffer.device, phase.is_flat):
-            self._make_compressor(bucket, phase, own, seed)
+        made_for = phase.compressor, buffer.device, phase.is_flat
+        if own.made_for != made_for:
+            assert phase.compressor is not None
+            spec = own.spec(bucket, self._place_in(phase), seed)
+            lost = self._states.make_compressor(own, phase.compressor, spec)
+            self._warn_of_keys("the checkpoint has other shapes of %s, whose errors start at zero", lost)
+            own.made_for = made_for
         compressor, is_first = own.compressor, self._steps.num_buckets == 1
         assert compressor is not None
         if self._sizes is not None and is_first:
             num_jumps = self._sizes.note(step, own.keys, buffer)
             if num_jumps is not None:
                 self._sizes = None
-                if num_jumps >= MANY_JUMPS and self._states.have_errors:
+                if num_jumps >= MANY_JUMPS and own.current_error() is not None:
                     logger_of(self).warning(JUMPED, self.algorithm, num_jumps)
         if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
@@ -299,14 +304,6 @@ class CompressorState(SavedState):
         self._steps.gradient_bytes += buffer.nbytes
         self._steps.sent_bytes += compressor.sent_numel * buffer.itemsize
         return future
-
-    def _make_compressor(self, bucket: dist.GradBucket, phase: Phase, own: Bucket, seed: int) -> None:
-        """Give a bucket a compressor of the phase, which continues from what is kept of the parameters."""
-        assert phase.compressor is not None
-        spec = own.spec(bucket, self._place_in(phase), seed)
-        lost = self._states.make_compressor(own, phase.compressor, spec)
-        self._warn_of_keys("the checkpoint has other shapes of %s, whose errors start at zero", lost)
-        own.made_for = (phase.compressor, spec.device, phase.is_flat)
 
     def _place_in(self, phase: Phase) -> Place:
         return replace(self._place, ranks_per_node=1, place=0) if phase.is_flat else self._place
