@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.exchange import Works, takes_one_exchange
-from ..comm.pipeline import run_through
 
 # A compressor's state by name. There are three kinds of values:
 #   "error", a 1-D tensor with one element per element of the bucket: each rank has its own, in the unit of
@@ -147,7 +146,7 @@ class Compressor(ABC):
         On CUDA it runs on a side stream and must not synchronize with the host. On a CPU it runs to its end
         before the hook returns, unless the compressor implements `reduce`.
         """
-        run_through(self.reduce(flat, flat, group, seed))
+        raise NotImplementedError(f"{type(self).__name__} implements neither average nor reduce")
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
@@ -162,8 +161,6 @@ class Compressor(ABC):
             the (approximate) sum of this rank's row of flat; flat may be changed.
         unused: the positions of tensors that this rank's backward did not use, as far as a hook can tell.
         """
-        if type(self).average is Compressor.average:
-            raise NotImplementedError(f"{type(self).__name__} implements neither average nor reduce")
         self.average(flat, group, seed)
         yield from ()
 
