@@ -88,10 +88,10 @@ NUM_VALUES = 1 + LENGTH
 class RecordedBucket:
     """One row of a recorder.
 
-    group, rank: of the average; this rank's number in the group.
+    group: of the average.
     values: [3, NUM_VALUES], norms and sketches of this rank's gradients, of the average, and of this rank's
         error; without error feedback, of the errors of other compressors that it has sent. None in a plain
-        step. None again after Recorder.complete(), which sets relative_error and mean_norm instead.
+        step. Only the norms after Recorder.complete(), which sets relative_error and mean_norm.
     has_error: True with error feedback. The same on all ranks.
     marks: the times at which the hook began, the bucket was averaged, and the values were computed; empty in
         a plain step.
@@ -109,20 +109,17 @@ class RecordedBucket:
     marks: list[Any] = field(default_factory=list)
     relative_error: float | None = None
     mean_norm: float | None = None
-    _norms: list[float] | None = None
 
-    def read_norms(self) -> None:
-        """Copy the norms to the host. Waits until the row's values are computed."""
-        if self.marks and isinstance(self.marks[-1], torch.cuda.Event):
-            self.marks[-1].synchronize()
-        if self._norms is None and self.values is not None:
-            self._norms = self.values[:, 0].tolist()
+    def computed(self) -> torch.Tensor:
+        """Wait until the values are computed, and return them."""
+        assert self.values is not None
+        seconds_between(*self.marks[1:])
+        return self.values
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as a dict; see Recorder.rows(). Waits until its values are computed."""
-        self.read_norms()
-        gradient, average, error = self._norms or (None, None, None)
         is_compressed, sent = bool(self.marks), self.sent_bytes
+        gradient, average, error = self.computed()[:, 0].tolist() if is_compressed else (None, None, None)
         relative_error = self.relative_error if is_compressed else 0.0
         return {
             "step": self.step,
@@ -144,21 +141,18 @@ class RecordedBucket:
 
 
 def relative_errors(
-    values: torch.Tensor, has_error: Sequence[bool], group: dist.ProcessGroup
+    rows: Sequence[RecordedBucket], group: dist.ProcessGroup
 ) -> Iterator[tuple[float, float]]:
     """Yield (relative error of the average, norm of the mean of gradients plus errors) for every row.
 
     A collective.
 
-    values: [rows, 3, NUM_VALUES], the values of RecordedBuckets.
-    has_error: for each row, whether errors are kept.
-
     The relative error is ‖E‖ / ‖M‖. C is the average, E the mean of the ranks' new errors, and M the mean of
     gradients plus errors. Error feedback keeps M = C + E. Without error feedback, E = M − C. The ranks'
     sketches are averaged to estimate E.
     """
-    gradients, averages, errors = values[:, :, 1:].unbind(1)
-    keeps = torch.tensor(has_error, dtype=torch.bool, device=values.device).view(-1, 1)
+    gradients, averages, errors = torch.stack([row.computed() for row in rows])[:, :, 1:].unbind(1)
+    keeps = torch.tensor([[row.has_error] for row in rows], dtype=torch.bool, device=errors.device)
     owed = torch.where(keeps, errors, gradients + errors - averages).double()
     with Explaining.of("average the sketches of the recorded rows", group):
         dist.all_reduce(owed, group=group)
@@ -258,15 +252,8 @@ class Recorder:
     def add_plain(self, step: int, index: int, buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Record a bucket that is averaged without compression."""
         if step % self._every == 0:
-            self._rows.append(self._row(step, index, buffer, group, buffer.nbytes))
-
-    def _row(
-        self, step: int, index: int, buffer: torch.Tensor, group: dist.ProcessGroup, sent_bytes: int
-    ) -> RecordedBucket:
-        numel, gradient_bytes = buffer.numel(), buffer.nbytes
-        return RecordedBucket(
-            step, index, weakref.ref(group), group.rank(), numel, gradient_bytes, sent_bytes
-        )
+            size, place = (buffer.numel(), buffer.nbytes), (weakref.ref(group), group.rank())
+            self._rows.append(RecordedBucket(step, index, *place, *size, buffer.nbytes))
 
     def recorded(
         self,
@@ -285,23 +272,24 @@ class Recorder:
         if step % self._every:
             yield from stages
             return
-        sent_bytes = 0 if own.compressor is None else own.compressor.sent_numel * buffer.itemsize
-        row = self._row(step, index, buffer, group, sent_bytes)
+        assert own.compressor is not None
+        sent_bytes = own.compressor.sent_numel * buffer.itemsize
         shift = step * 8191 + index * 131
-        row.values = buffer.new_zeros(3, NUM_VALUES, dtype=torch.float32)
-        measure(buffer, shift, out=row.values[0])
-        row.marks.append(mark(buffer.device))
+        values = buffer.new_zeros(3, NUM_VALUES, dtype=torch.float32)
+        measure(buffer, shift, out=values[0])
+        marks = [mark(buffer.device)]
         yield from stages
-        row.marks.append(mark(buffer.device))
-        measure(buffer, shift, out=row.values[1])
+        marks.append(mark(buffer.device))
+        measure(buffer, shift, out=values[1])
         error = own.current_error()
-        row.has_error = error is not None
+        has_error = error is not None
         if error is None and own.sent:
             error = own.added(own.sent)
         if error is not None:
-            measure(error, shift, out=row.values[2])
-        row.marks.append(mark(buffer.device))
-        self._rows.append(row)
+            measure(error, shift, out=values[2])
+        marks.append(mark(buffer.device))
+        size, place = (buffer.numel(), buffer.nbytes), (weakref.ref(group), group.rank())
+        self._rows.append(RecordedBucket(step, index, *place, *size, sent_bytes, values, has_error, marks))
 
     # --- what users call ---
 
@@ -316,25 +304,19 @@ class Recorder:
         Raises RuntimeError on every rank if the ranks' rows differ.
         """
         group = resolve_group("Recorder.complete", self._state.process_group)
-        rows = [row for row in self._rows if row.values is not None and row.group() is group]
-        values = [row.values for row in rows if row.values is not None]
+        rows = [row for row in self._rows if row.marks and row.mean_norm is None and row.group() is group]
         advice = "Call it on every rank, after the same step; then only one rank may write or log the rows"
         require_all_ranks("Recorder.complete", "find the relative errors of the recorded rows", group, advice)
         require_same_on_all_ranks(
             "Recorder.complete()",
             {"recorded rows": [(row.step, row.bucket, row.has_error) for row in rows]},
             group,
-            device_for(group, values),
+            device_for(group, map(RecordedBucket.computed, rows)),
             "Give every rank a recorder with the same every and max_rows, and call complete() after the same "
             "step",
         )
-        if not rows:
-            return
-        for row in rows:
-            row.read_norms()
-        found = relative_errors(torch.stack(values), [row.has_error for row in rows], group)
-        for row, (relative_error, mean_norm) in zip(rows, found, strict=True):
-            row.relative_error, row.mean_norm, row.values = relative_error, mean_norm, None
+        for row, found in zip(rows, relative_errors(rows, group) if rows else (), strict=True):
+            (row.relative_error, row.mean_norm), row.values = found, row.computed()[:, :1].cpu()
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dict per bucket and step, oldest first. The host waits for the device.
