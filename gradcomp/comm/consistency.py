@@ -4,8 +4,7 @@ A collective that one rank issues alone meets another collective, or none. It en
 error doesn't name the cause. In the store a rank sees which ranks are missing, and leaves a note of the call
 that it waits in.
 
-To compare values, the ranks exchange a digest and the values in one all-gather of MESSAGE_BYTES per rank.
-Values too long for that are exchanged in a second one, and only where the digests differ.
+To compare values, the ranks exchange a digest in one all-gather, and where digests differ, the values.
 """
 
 import hashlib
@@ -82,9 +81,7 @@ def _missing_ranks(name: str, waits_for: str, what: str, group: dist.ProcessGrou
     return missing
 
 
-MESSAGE_BYTES = 1024
-_DIGEST_BYTES, _LENGTH_BYTES = 32, 8
-_INLINE_BYTES = MESSAGE_BYTES - _DIGEST_BYTES - _LENGTH_BYTES
+MESSAGE_BYTES = 40  # a digest of 32 bytes, and the length of the values
 
 
 def require_same_on_all_ranks(
@@ -110,17 +107,13 @@ def require_same_on_all_ranks(
     if group.size() == 1:
         return {}
     mine = json.dumps([dict(values), dict(notes or {})], default=repr).encode()
-    header = hashlib.sha256(mine).digest() + len(mine).to_bytes(_LENGTH_BYTES, "little")
+    message = hashlib.sha256(mine).digest() + len(mine).to_bytes(8, "little")
     with Explaining.of(f"compare {whose}", group):
-        messages = _all_gather(header + mine[:_INLINE_BYTES], MESSAGE_BYTES, group, device)
-    if all(message[:_DIGEST_BYTES] == messages[0][:_DIGEST_BYTES] for message in messages):
-        return {}
-    end = _DIGEST_BYTES + _LENGTH_BYTES
-    lengths = [int.from_bytes(message[_DIGEST_BYTES:end], "little") for message in messages]
-    texts = [message[end:] for message in messages]
-    if max(lengths) > _INLINE_BYTES:
-        with Explaining.of(f"compare {whose}", group):
-            texts = _all_gather(mine, max(lengths), group, device)
+        messages = _all_gather(message, MESSAGE_BYTES, group, device)
+        if all(each == messages[0] for each in messages):
+            return {}
+        lengths = [int.from_bytes(each[32:], "little") for each in messages]
+        texts = _all_gather(mine, max(lengths), group, device)
     by_rank = [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
     values_of_ranks, notes_of_ranks = zip(*by_rank, strict=True)
     ranks = ranks_of(group)

@@ -1,4 +1,4 @@
-"""Test how ranks compare values that must be equal: one collective, and an error on every rank."""
+"""Test how ranks compare values that must be equal: in one collective, and else an error on every rank."""
 
 import pytest
 import torch
@@ -31,12 +31,12 @@ LONG = [["weight", [3, 4]]] * MESSAGE_BYTES
         ([{"shapes": LONG}] * 3, 1, ""),
         (
             [{"rank": 4, "rate": 2.0}, {"rank": 8, "rate": 2.0}, {"rank": 4, "rate": 2.0}],
-            1,
+            2,
             "The hook differs between the ranks: rank is 4 on ranks 0, 2 and 8 on rank 1. Mend it.",
         ),
         (
             [{"dtype": torch.float32}, {"dtype": torch.float32}, {"dtype": torch.float16}],
-            1,
+            2,
             'dtype is "torch.float32" on ranks 0, 1 and "torch.float16" on rank 2',
         ),
         (
@@ -49,8 +49,8 @@ LONG = [["weight", [3, 4]]] * MESSAGE_BYTES
             2,
             f"the number of shapes is {MESSAGE_BYTES} on ranks 0, 2 and {MESSAGE_BYTES - 1} on rank 1",
         ),
-        ([{"a": 1}, {"a": 1}, {"b": 1}], 1, "a is 1 on ranks 0, 1 and null on rank 2; b is null on"),
-        ([{"epsilon": 0.0}, {"epsilon": float("nan")}, {"epsilon": 0.0}], 1, "NaN on rank 1"),
+        ([{"a": 1}, {"a": 1}, {"b": 1}], 2, "a is 1 on ranks 0, 1 and null on rank 2; b is null on"),
+        ([{"epsilon": 0.0}, {"epsilon": float("nan")}, {"epsilon": 0.0}], 2, "NaN on rank 1"),
     ],
 )
 def test_a_difference_is_named_on_every_rank(run_ranks, values_of_rank, collectives, message):
