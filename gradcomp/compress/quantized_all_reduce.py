@@ -242,7 +242,8 @@ class QuantizedAllReduce:
         nodes, codes = nodes_of(group, self._ranks_per_node), self.codes
         self._copy(flat, self._pieces.view(-1), self.unit)
         if rest is not None:
-            add_to_pieces(rest, self._pieces, self._copies(), self.unit)
+            for source, target in self._copies():
+                self._pieces.view(-1)[target] += rest[source] * self.unit
         yield from reduce_scatter(self._piece, self._pieces, nodes.within)
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
         stays = [
@@ -307,12 +308,6 @@ def collectives_of_all_reduce(
     piece = form.layout.piece(form.layout.world_size // spec.ranks_per_node)
     first = Collective("reduce-scatter", spec.ranks_per_node * piece.numel * wide.itemsize, "within")
     return [first, *exchanged, Collective("all-gather", num_bytes, "within")]
-
-
-def add_to_pieces(rest: Tensor, pieces: Tensor, copies: Iterable[tuple[slice, slice]], unit: float) -> None:
-    """Add unit times rest to pieces, which another dtype may round. copies: (slices of rest, of pieces)."""
-    for source, target in copies:
-        pieces.view(-1)[target] += rest[source] * unit
 
 
 def unit_within(ranks_per_node: int) -> float:

@@ -14,7 +14,7 @@ A rank then quantizes, and keeps errors for, one piece: a g-th of the bucket.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from gradcomp.layout import BlockLayout, ShardLayout
 from ..comm.exchange import Works, reduce_scatter
 from ..comm.nodes import nodes_of
 from .compressor import BucketSpec
-from .quantized_all_reduce import Codes, add_to_pieces, unit_within, zeros_of
+from .quantized_all_reduce import Codes, unit_within, zeros_of
 
 # Returns the blocks of tensors of these shapes in a number of shards.
 LayoutOf = Callable[[Sequence[Sequence[int]], int], BlockLayout]
@@ -67,7 +67,7 @@ class ReduceScatter:
             # A node's sums of exact elements are sent in fp32 (fp64), so that they aren't rounded.
             self._dtype = torch.promote_types(spec.dtype, torch.float32)
             uncompressed_dtype = uncompressed_dtype or self._dtype
-            self._copy = ops.PartsCopy(list(self._copies()), spec.device)
+            self._factor = torch.full((1,), self.unit, dtype=self._dtype, device=spec.device)
         options: dict[str, Any] = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
         like = replace(spec, shapes=tuple(map(tuple, shapes)), seed=0, draws=None)
         sizes = self.layout.block_size, self.layout.num_blocks
@@ -78,19 +78,16 @@ class ReduceScatter:
         self._make_codes = partial(Codes, *arguments, self.error, of_row=of_row, **options)
         _, num_bytes = self.layout.sections(bits, (uncompressed_dtype or self._dtype).itemsize)
         self.num_bytes = spec.world_size * num_bytes
-        self.kept = list(self._kept(spec.place))
+        self.kept: list[tuple[slice, slice]] = []
+        for part in self.layout.quantized:
+            node, position = divmod(part.position, len(shapes))
+            shard = self._shards.shard(node * spec.ranks_per_node + spec.place, position)
+            self.kept.append((shard, slice(part.stored.start, part.stored.start + shard.stop - shard.start)))
 
     @property
     def operations(self) -> list[ops.Operation]:
         """The operations of a step."""
         return self._make_codes().operations
-
-    def _kept(self, place: int) -> Iterator[tuple[slice, slice]]:
-        num_tensors = len(self._shards.shard_shapes)
-        for part in self.layout.quantized:
-            node, position = divmod(part.position, num_tensors)
-            shard = self._shards.shard(node * self._ranks_per_node + place, position)
-            yield shard, slice(part.stored.start, part.stored.start + shard.stop - shard.start)
 
     def reduce(
         self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = (),
@@ -105,52 +102,27 @@ class ReduceScatter:
         """
         if not flat.numel():
             return
+        rows = flat.view(-1, self._ranks_per_node, self._shards.row_numel)  # by node and place
         if self._ranks_per_node > 1:
             nodes = nodes_of(group, self._ranks_per_node)
             pieces = flat.new_empty(nodes.ranks_per_node, self.layout.numel, dtype=self._dtype)
-            self._copy(flat, pieces.view(-1), self.unit)
-            if rest is not None:
-                self._add(rest, pieces)
+            by_place = pieces.view(nodes.ranks_per_node, -1, self._shards.row_numel)
+            rows = torch.mul(rows.transpose(0, 1), self._factor, out=by_place).transpose(0, 1)
+        if rest is not None:
+            for row, in_tensors, in_row in self._shards.shards():
+                rows[divmod(row, self._ranks_per_node)][in_row] += rest[in_tensors] * self.unit
+        if self._ranks_per_node > 1:
             flat, group = torch.empty_like(pieces[0]), nodes.between
             yield from reduce_scatter(flat, pieces, nodes.within)
-        elif rest is not None:
-            self._add(rest, flat)
-        self.codes = codes = _shared.free.pop(self._key, None) or self._make_codes()
+        key = threading.get_ident(), self._key
+        self.codes = codes = _free.pop(key, None) or self._make_codes()
         codes.error = self.error
         yield from codes.exchange(flat, group)
         codes.add(out, group.rank())
-        _shared.free[self._key] = codes
-
-    def _copies(self) -> Iterator[tuple[slice, slice]]:
-        """Yield (a row's slice of the bucket, its slice of the pieces)."""
-        numel = self._shards.row_numel
-        for row in range(self._shards.world_size):
-            start = self._piece_start(row)
-            yield slice(row * numel, (row + 1) * numel), slice(start, start + numel)
-
-    def _piece_start(self, row: int) -> int:
-        """Return where a row begins among the pieces of all places."""
-        node, place = divmod(row, self._ranks_per_node)
-        return place * self.layout.numel + node * self._shards.row_numel
-
-    def _add(self, rest: Tensor, pieces: Tensor) -> None:
-        """Add unit times values in the order of whole tensors to the pieces."""
-        copies = []
-        for row, in_tensors, in_row in self._shards.shards():
-            start = self._piece_start(row)
-            copies.append((in_tensors, slice(start + in_row.start, start + in_row.stop)))
-        add_to_pieces(rest, pieces, copies, self.unit)
+        _free[key] = codes
 
 
-class _Shared(threading.local):
-    """A thread's codes that no bucket uses, by what they depend on.
-
-    Buckets of equal shapes take them in turns, so a model of many equal layers has one. Two buckets under way
-    have two. They go with the last compressor that has used them.
-    """
-
-    def __init__(self) -> None:
-        self.free: WeakValueDictionary[Any, Codes] = WeakValueDictionary()
-
-
-_shared = _Shared()
+# Codes that no bucket uses, by thread and by what they depend on. Buckets of equal shapes take them in turns,
+# so a model of many equal layers has one. Two buckets under way have two. They go with the last compressor
+# that has used them.
+_free: WeakValueDictionary[Any, Codes] = WeakValueDictionary()
