@@ -6,8 +6,8 @@ All are computed from shapes.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -243,7 +243,6 @@ class BlockLayout:
         self.numel, self.block_size, self.world_size = flat.numel, block_size, world_size
         self.quantized, self.exact = tuple(quantized), tuple(exact)
         self.runs = tuple(_merged(quantized))
-        self._run_starts = [run.stored.start for run in self.runs]
         self.num_blocks = -(-num_blocks // world_size)
         self.exact_numel = -(-exact_numel // world_size)
 
@@ -257,26 +256,15 @@ class BlockLayout:
         """The number of elements that are quantized, in all shards, without padding."""
         return sum(part.stored.stop - part.stored.start for part in self.quantized)
 
-    def shard(self, rank: int) -> slice:
-        """Return the slice of the padded blocks that a rank owns."""
-        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
-
     def piece(self, num_shards: int) -> BlockLayout:
         """Return the layout of this many shards, as one tensor of blocks and one of exact elements."""
         shapes = (num_shards * self.num_blocks, self.block_size), (num_shards * self.exact_numel,)
         return BlockLayout(shapes, self.block_size, num_shards)
 
-    def parts_of(self, positions: Collection[int]) -> list[Part]:
-        """Return the quantized parts of the tensors at these positions of the bucket."""
-        return [part for part in self.quantized if part.position in positions]
-
-    def runs_between(self, start: int, stop: int) -> Iterator[Part]:
-        """Yield the runs with elements between start and stop in the padded blocks."""
-        for run in self.runs[max(0, bisect_right(self._run_starts, start) - 1) :]:
-            if run.stored.start >= stop:
-                return
-            if run.stored.stop > start:
-                yield run
+    def runs_between(self, start: int, stop: int) -> tuple[Part, ...]:
+        """Return the runs with elements between start and stop in the padded blocks."""
+        first = bisect_right(self.runs, start, key=lambda run: run.stored.stop)
+        return self.runs[first : bisect_left(self.runs, stop, key=lambda run: run.stored.start)]
 
     def code_bytes(self, bits: int) -> int:
         """Return the number of bytes of a block's codes."""

@@ -75,7 +75,7 @@ class _Problem:
         self.error = zeros_of(layout, dtype, device, WORLD_SIZE)
         self.codes = codes = Codes(layout, dtype, device, self.error, bits=bits, uncompressed_dtype=None)
         self.decode = ops.decoder(layout, dtype, device, bits=bits)
-        self.own = layout.shard(RANK)
+        self.own = slice(RANK * layout.shard_numel, (RANK + 1) * layout.shard_numel)
         self._code_section, self._scale_section, _ = layout.sections(bits, dtype.itemsize)[0]
         self._code_bytes = layout.code_bytes(bits)
         self.bucket = torch.randn(numel, device=device).to(dtype)

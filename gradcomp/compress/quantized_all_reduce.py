@@ -223,7 +223,7 @@ class QuantizedAllReduce:
         """
         if not self.num_bytes:
             return
-        parts = self.layout.parts_of(unused) if unused else []
+        parts = [part for part in self.layout.quantized if part.position in unused] if unused else []
         for part in parts:
             flat[part.in_bucket] = 0.0
         if self._ranks_per_node > 1:
