@@ -75,7 +75,7 @@ def average_in_place(
             keep()
 
     if on_streams:
-        in_future = has_backend(group, "cuda:nccl") and (pipeline is None or pipeline.is_idle)
+        in_future = has_backend(group, "cuda:nccl") and not (pipeline and pipeline.running)
     else:  # a delay is known where ranks exchange messages only
         in_future = round_trip_s(buffer, group) < MIN_DELAY_S
     if not in_future:

@@ -110,16 +110,11 @@ class _Running:
 
 
 class Pipeline:
-    """The buckets of a step whose stages are under way, the newest first."""
+    """The buckets of a step whose stages are under way, in `running` the newest first."""
 
     def __init__(self) -> None:
-        self._running: list[_Running] = []
+        self.running: list[_Running] = []
         self._unfinished: set[_Running] = set()
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no bucket is under way."""
-        return not self._running
 
     def add(
         self, bucket: dist.GradBucket, stages: Works, operation: Explaining, *, is_first: bool
@@ -134,7 +129,7 @@ class Pipeline:
         """
         buffer, backward = bucket.buffer(), current_graph_task_id()
         device = buffer.device
-        if is_first and self._running:
+        if is_first and self.running:
             # The buffers of a backward that an error has ended have other gradients already; one without an
             # error leaves nothing. What was begun outside of any goes on.
             self.drop(lambda running: running.backward not in (-1, backward))
@@ -145,18 +140,18 @@ class Pipeline:
         ends = bucket.is_last() or (is_torchs and backward != -1 and not current_autograd_node())
         if is_on_streams := has_streams(device):
             wait_for_current_stream(device)
-        future, earlier, self._running = PipelinedFuture(self, device), self._running, []
+        future, earlier, self.running = PipelinedFuture(self, device), self.running, []
         new = _Running(buffer, stages, operation, future, device, backward)
         self._unfinished.add(new)
         if is_on_streams:
             on_streams = [new, *(each for each in earlier if has_streams(each.device))]
             on_host = [each for each in earlier if not has_streams(each.device)]
-            self._running = self._run_on_streams(on_streams, -1 if ends else 1) + on_host
+            self.running = self._run_on_streams(on_streams, -1 if ends else 1) + on_host
         else:
-            self._running = self._run([new], 1) + earlier
+            self.running = self._run([new], 1) + earlier
         if ends:
             self.finish()
-        elif self._running and not earlier and backward != -1:
+        elif self.running and not earlier and backward != -1:
             # The last bucket may go to another hook. This runs before DDP waits for futures.
             queue_callback(self.finish)
             _of_backwards.add(self)
@@ -167,27 +162,19 @@ class Pipeline:
 
         num_stages: the number of stages to run; -1 for all.
         """
-        if not self._running:
+        if not self.running:
             return
-        running, self._running = self._running, []
+        running, self.running = self.running, []
         on_streams = [each for each in running if has_streams(each.device)]
         on_host = [each for each in reversed(running) if not has_streams(each.device)]
         left = self._run_on_streams(on_streams, num_stages) if on_streams else []
-        self._running = left + self._run(on_host, num_stages)[::-1]
+        self.running = left + self._run(on_host, num_stages)[::-1]
 
     def drop(self, is_left: Callable[[_Running], bool]) -> None:
         """Give up the buckets under way that is_left chooses, after an error elsewhere."""
-        left = [*filter(is_left, self._running)]
-        self._running = [each for each in self._running if each not in left]
+        left = [*filter(is_left, self.running)]
+        self.running = [each for each in self.running if each not in left]
         self._give_up(left, RuntimeError("an error ended the step before this bucket was averaged"))
-
-    def end_backward(self, *, drops: bool) -> None:
-        """Average or drop the buckets of the running backward."""
-        backward = current_graph_task_id()
-        if drops:
-            self.drop(lambda running: running.backward == backward)
-        elif any(running.backward == backward for running in self._running):
-            self.finish()
 
     def _run_on_streams(self, buckets: list[_Running], num_stages: int) -> list[_Running]:
         """Run stages on the buckets' side streams; see _run."""
@@ -243,9 +230,13 @@ _of_backwards: WeakSet[Pipeline] = WeakSet()
 
 def end_backward(*, drops: bool) -> None:
     """Average or drop what the running backward has under way. Futures hold the errors; backward goes on."""
+    backward = current_graph_task_id()
     for pipeline in [*_of_backwards]:
         with suppress(Exception):
-            pipeline.end_backward(drops=drops)
+            if drops:
+                pipeline.drop(lambda running: running.backward == backward)
+            elif any(each.backward == backward for each in pipeline.running):
+                pipeline.finish()
 
 
 _of_thread = threading.local()  # has the thread's pipeline for hooks that keep nothing between buckets
