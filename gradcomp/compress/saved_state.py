@@ -21,6 +21,7 @@ class SavedState(ConfiguredState):
     """What every state keeps of parameters, its statistics, and its checkpoints, pickles and copies."""
 
     keep_undo: bool = False
+    _place: Place
     _steps: Any  # Steps
     _sizes: Any  # GradientSizes
 
@@ -195,28 +196,17 @@ class SavedState(ConfiguredState):
 
     # --- announcements ---
 
-    def _announce_start(self) -> None:
-        """Announce that the first steps are exact."""
-        self.announced.add("")
-        say(
-            f"{self.algorithm}: exact averages until step {self.start_iter}", joined_group(self.process_group)
-        )
-
-    def _announce_phase(self, name: str, place: Place, gradient_bytes: int, sent_bytes: int) -> None:
-        """Announce a phase's first compressed step.
-
-        name: the phase's.
-        gradient_bytes: the bytes of the step's gradients.
-        sent_bytes: the bytes that a rank has sent in the step; with nodes, a node.
-        """
+    def _announce_phase(self, name: str) -> None:
+        """Announce the first compressed step of the phase of this name, which ends."""
         self.announced.add(name)
+        place, gradient_bytes, sent_bytes = self._place, self._steps.gradient_bytes, self._steps.sent_bytes
         per = f"node, between {place.nodes}" if place.nodes else "rank"
         if sent_bytes < gradient_bytes:
             rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
         else:
             rate = f"{sent_bytes / gradient_bytes:.2f} times as many bytes"
         saved = f"{rate}, {shown_bytes(sent_bytes)} of {shown_bytes(gradient_bytes)}"
-        text = f"{name} compresses from step {self.iter} on: {saved} per step and {per}"
+        text = f"{name} compresses from step {self._steps.num} on: {saved} per step and {per}"
         if place.has_delay:
             text += f"; a message and its answer take {place.round_trip_s * 1e3:.0f} ms"
         if place.size == 1:

@@ -31,10 +31,11 @@ import torch.distributed as dist
 from gradcomp.device import has_streams, pinned
 
 from ..comm.all_reduce import average_in_place
+from ..comm.announcement import say
 from ..comm.bucket import ShardBucket, checked_bucket
 from ..comm.exchange import reduce_scatter
 from ..comm.pipeline import Pipeline, average_in_stages
-from ..comm.process_group import Explaining
+from ..comm.process_group import Explaining, joined_group
 from ..comm.streams import Future
 from ..comm.torch_private import current_graph_task_id, queue_callback
 from ..rules import described
@@ -182,21 +183,22 @@ class CompressorState(SavedState):
 
     def end_step(self) -> None:
         """End and count the step. Call this after the last bucket yourself if no bucket reports is_last()."""
-        gradient_bytes, sent_bytes = self._steps.gradient_bytes, self._steps.sent_bytes
-        self._steps.end()
+        phase, steps = self._phase, self._steps
+        if phase is not None and steps.gradient_bytes:
+            if self._announces_phases and phase.name not in self.announced:
+                self._announce_phase(phase.name)
+        elif not self.announced and self.start_iter - steps.num > LONG_START:
+            self.announced.add("")
+            start = f"{self.algorithm}: exact averages until step {self.start_iter}"
+            say(start, joined_group(self.process_group))
+        steps.end()
         self._states.end_step()
         if self._states.loaded:
             self._warn_of_keys(UNCLAIMED, self._states.unclaimed())
-        phase = self._phase
-        if phase is not None and phase.compressor is not None and self._steps.num >= self.next_stats_report:
+        if phase is not None and phase.compressor is not None and steps.num >= self.next_stats_report:
             self._report_stats()
-        if phase is not None and gradient_bytes:
-            if self._announces_phases and phase.name not in self.announced:
-                self._announce_phase(phase.name, self._place, gradient_bytes, sent_bytes)
-        elif not self.announced and self.start_iter - self.iter > LONG_START:
-            self._announce_start()
         self.is_compared |= self.compared_in is not None
-        self._steps.num += 1
+        steps.num += 1
 
     # --- averages ---
 
