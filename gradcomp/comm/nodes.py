@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -108,7 +107,6 @@ RANKS_PER_NODE = Rule(
     "'auto' or a whole number of 1 or more",
     lambda value: value == AUTO or (type(value) is int and value >= 1),
 )
-require_ranks_per_node = partial(RANKS_PER_NODE, "ranks_per_node")
 
 
 def nodes_in(
@@ -117,7 +115,7 @@ def nodes_in(
     """Return the nodes that all ranks of a group agree on; None to average without nodes.
 
     whose: the owner of ranks_per_node, for messages.
-    ranks_per_node: see require_ranks_per_node.
+    ranks_per_node: see RANKS_PER_NODE.
     device: a device whose tensors the group's backend takes.
 
     Every rank of the group must call this in the same place among its collectives. Raises RuntimeError on

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.nodes import groups_of_mesh, require_ranks_per_node
+from ..comm.nodes import RANKS_PER_NODE, groups_of_mesh
 from ..comm.process_group import require_group
 from ..rules import FREQUENCY, SEED, WHOLE, check_fields, checked_field
 from .compressor import Compressor
@@ -157,7 +157,7 @@ class ConfiguredState:
     @assigned
     def ranks_per_node(self, value: int | str) -> None:
         """The number of ranks that share a network card, or "auto". Assign to change it."""
-        vars(self).update(ranks_per_node=require_ranks_per_node(value))
+        vars(self).update(ranks_per_node=RANKS_PER_NODE("ranks_per_node", value))
         self._expect_comparison()
 
     @property

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from gradcomp import ops
 from gradcomp.comm.exchange import all_gather, round_trip_s
-from gradcomp.comm.nodes import AUTO, nodes_in, nodes_of, require_ranks_per_node
+from gradcomp.comm.nodes import AUTO, RANKS_PER_NODE, nodes_in, nodes_of
 from gradcomp.comm.process_group import Explaining
 from gradcomp.comm.torch_private import require_names
 from gradcomp.device import has_streams
@@ -219,7 +219,8 @@ def all_gathers(
     ranks_per_node: int | str,
 ) -> list[CompressedAllGather]:
     """Return each parameter group's all-gather, also with 4 bits. Raises compress_all_gather's errors."""
-    block_size, per_node = BLOCK_SIZE("block_size", block_size), require_ranks_per_node(ranks_per_node)
+    block_size = BLOCK_SIZE("block_size", block_size)
+    per_node = RANKS_PER_NODE("ranks_per_node", ranks_per_node)
     groups = checked_groups(_WHOSE, model)
     require_names(FSDPModule, "set_custom_all_gather")
     require_default(_WHOSE, groups, "all_gather")
