@@ -40,17 +40,14 @@ class AllReducedCompressor(Compressor):
     is_same_on_all_processors = True
 
     def __init__(self, bucket: BucketSpec, options: AllReducedOptions):
+        self._bucket, self._scale = bucket, 1 / bucket.world_size
         self._dtype = options.wire_dtype if options.wire_dtype != bucket.dtype else None
-        self._scale = 1 / bucket.world_size
-        self._ranks_per_node = bucket.ranks_per_node
         self.sent_exactly = range(len(bucket.shapes))
         self.is_plain = self._dtype is None and bucket.ranks_per_node == 1
         # Kept from step to step: a CPU's new memory takes longer to write for the first time.
         self._wire: Tensor | None = None
-        self._has_delay = bucket.has_delay
-        self.sent_numel = -(
-            -sum(bucket.numels) * (self._dtype or bucket.dtype).itemsize // bucket.dtype.itemsize
-        )
+        num_bytes = sum(bucket.numels) * (self._dtype or bucket.dtype).itemsize
+        self.sent_numel = -(-num_bytes // bucket.dtype.itemsize)
 
     @classmethod
     def collectives(cls, bucket: BucketSpec, options: AllReducedOptions) -> list[Collective]:
@@ -62,10 +59,10 @@ class AllReducedCompressor(Compressor):
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
     ) -> Works:
         """Replace the bucket by its mean over the ranks, in stages."""
-        if self._ranks_per_node == 1:
+        if self._bucket.ranks_per_node == 1:
             yield from self._sum(flat, group, self._scale)
             return
-        nodes = nodes_of(group, self._ranks_per_node)
+        nodes = nodes_of(group, self._bucket.ranks_per_node)
         between = partial(self._sum, group=nodes.between, scale=1.0)
         yield from reduce_hierarchically(flat, nodes, between, self._scale)
 
@@ -79,7 +76,7 @@ class AllReducedCompressor(Compressor):
             if self._wire is None:
                 self._wire = flat.new_empty(flat.numel(), dtype=self._dtype)
             wire = ops.compress_cast(flat, out=self._wire, scale=scale, overwrite=True)
-        yield from all_reduce(wire, group, has_delay=self._has_delay, out=flat)
+        yield from all_reduce(wire, group, has_delay=self._bucket.has_delay, out=flat)
 
     def state(self) -> State:
         return {}
