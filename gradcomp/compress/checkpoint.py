@@ -34,9 +34,7 @@ def owner_of(process_group: Any) -> dict[str, Any] | None:
 
 
 VERSION = 1
-PROGRESS = dict.fromkeys(
-    ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report"), COUNT
-)
+PROGRESS = "iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report"
 NOT_THROUGH_DCP = (
     "torch.distributed.checkpoint can't save a state's state_dict: save per_rank_state_dict(state), and load "
     "it with load_from_dcp"
@@ -71,13 +69,7 @@ def settings_of(checked: dict[str, Any], options_class: type) -> Settings:
 def checked(
     state_dict: Any, algorithm: str, compressor: type[Compressor], options_class: type
 ) -> dict[str, Any]:
-    """Check a state_dict, and return it in plain types.
-
-    algorithm, compressor, options_class: the state's.
-
-    Raises TypeError for anything but a state_dict; KeyError for missing and unknown keys; ValueError for
-    another version, another algorithm, or any other value that doesn't fit.
-    """
+    """Check a state_dict, and return it in plain types. Raises the errors of SavedState.load_state_dict."""
     require_version(state_dict)
     if not {"algorithm", "parameters"}.intersection(state_dict):
         raise KeyError(
@@ -106,7 +98,7 @@ def checked(
         "algorithm": algorithm,
         "options": as_dict(settings.options),
         **settings.common(),
-        **{name: rule(name, state_dict[name]) for name, rule in PROGRESS.items()},
+        **{name: COUNT(name, state_dict[name]) for name in PROGRESS},
         "gradient_scale": None if scale is None else SCALE("gradient_scale", scale),
         "errors_of": _checked_owner(state_dict["errors_of"]),
         "parameters": _checked_entries(state_dict["parameters"], state_dict["num_parameters"], compressor),

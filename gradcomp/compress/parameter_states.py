@@ -127,7 +127,6 @@ class Bucket:
     ) -> Works:
         """Reduce a bucket with the compressor. Yields each collective under way.
 
-        seed: the seed for random choices.
         undoable: the step's number, to keep what takes it back; None to keep nothing.
         """
         compressor, flat, unused = self.compressor, bucket.buffer(), []
@@ -303,8 +302,6 @@ class ParameterStates:
 
     def make_compressor(self, bucket: Bucket, make: type[Compressor], spec: BucketSpec) -> list[str]:
         """Give a bucket another compressor, which takes over the entries.
-
-        spec: what the compressor is made for.
 
         Returns the keys of parameters whose errors were lost, as their shapes differ.
         """

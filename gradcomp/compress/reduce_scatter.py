@@ -32,14 +32,11 @@ from ..comm.nodes import nodes_of
 from .compressor import BucketSpec
 from .quantized_all_reduce import Codes, unit_within, zeros_of
 
-# Returns the blocks of tensors of these shapes in a number of shards.
-LayoutOf = Callable[[Sequence[Sequence[int]], int], BlockLayout]
-
 
 class ReduceScatter:
     """The quantized reduce-scatter of one bucket, with the methods of QuantizedAllReduce.
 
-    layout_of: returns the blocks of tensors.
+    layout_of: returns the blocks of tensors of these shapes in a number of shards.
     spec: what the bucket is made for; its is_shard is true.
     bits, error_feedback, uncompressed_dtype: see ops.encoder.
 
@@ -52,7 +49,7 @@ class ReduceScatter:
 
     def __init__(
         self,
-        layout_of: LayoutOf,
+        layout_of: Callable[[Sequence[Sequence[int]], int], BlockLayout],
         spec: BucketSpec,
         *,
         bits: int = 8,
