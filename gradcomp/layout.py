@@ -273,16 +273,12 @@ class BlockLayout:
     def sections(self, bits: int, exact_bytes: int) -> tuple[list[slice], int]:
         """Return (slices of the codes, scales and exact elements in a shard's payload, payload's bytes).
 
-        bits: the bits of a code; codes of 16 bits have no scales.
+        bits: the bits of a code.
         exact_bytes: the bytes of an exact element.
         """
-        sizes = [
-            self.num_blocks * self.code_bytes(bits),
-            self.num_blocks * (SCALE_BYTES if bits < 16 else 0),
-            self.exact_numel * exact_bytes,
-        ]
+        of_blocks = self.num_blocks * self.code_bytes(bits), self.num_blocks * SCALE_BYTES
         sections, start = [], 0
-        for size in sizes:
+        for size in (*of_blocks, self.exact_numel * exact_bytes):
             sections.append(slice(start, start + size))
             start += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return sections, start

@@ -42,9 +42,6 @@ class Nodes:
     def ranks_per_node(self) -> int:
         return self.within.size()
 
-    def __str__(self) -> str:
-        return f"{self.between.size()} nodes of {self.ranks_per_node} ranks"
-
 
 def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
     """Return this rank's nodes in a group whose nodes are runs of ranks_per_node ranks.

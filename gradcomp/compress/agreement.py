@@ -31,8 +31,7 @@ class Place:
 
     group: held weakly, because a state may outlive it; None before the first step.
     size, rank: of the group.
-    ranks_per_node, place, nodes: on each node, this rank's number in its node, and the nodes in words; 1, 0
-        and "" to average without nodes.
+    ranks_per_node, place: on each node, and this rank's number in its node; 1 and 0 to average without nodes.
     round_trip_s: from a message to its answer, between ranks or nodes.
     """
 
@@ -41,7 +40,6 @@ class Place:
     rank: int = 0
     ranks_per_node: int = 1
     place: int = 0
-    nodes: str = ""
     round_trip_s: float = 0.0
 
     @property
@@ -92,7 +90,7 @@ def agree(state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.Proce
         )
     nodes = nodes_in(whose, state.ranks_per_node, group, buffer.device)
     round_trip = round_trip_s(buffer, group, nodes.between if nodes else None)
-    of_nodes = (nodes.ranks_per_node, nodes.within.rank(), str(nodes)) if nodes else (1, 0, "")
+    of_nodes = (nodes.ranks_per_node, nodes.within.rank()) if nodes else (1, 0)
     return Place(weakref.ref(group), group.size(), group.rank(), *of_nodes, round_trip)
 
 

@@ -200,7 +200,9 @@ class SavedState(ConfiguredState):
         """Announce the first compressed step of the phase of this name, which ends."""
         self.announced.add(name)
         place, gradient_bytes, sent_bytes = self._place, self._steps.gradient_bytes, self._steps.sent_bytes
-        per = f"node, between {place.nodes}" if place.nodes else "rank"
+        per_node = place.ranks_per_node
+        nodes = f"node, between {place.size // per_node} nodes of {per_node} ranks"
+        per = nodes if per_node > 1 else "rank"
         if sent_bytes < gradient_bytes:
             rate = f"{gradient_bytes / sent_bytes:.1f} times fewer bytes" if sent_bytes else "no bytes"
         else:

@@ -276,7 +276,7 @@ def launched_by_torchrun(rank, local_world_size, place):
     state = QuantizationState(bits=4, block_size=16)
     with redirect_stderr(io.StringIO()) as text:
         output = take_step(state, rank, 0)[1]
-    return output, state._place.nodes or None, text.getvalue()
+    return output, state._place.ranks_per_node, text.getvalue()
 
 
 def in_order(rank):
@@ -289,14 +289,14 @@ def alternating(rank):
 
 @pytest.mark.parametrize(
     ("local_world_size", "place", "expected"),
-    [(2, in_order, "2 nodes of 2 ranks"), (2, alternating, None), (4, int, None), (1, in_order, None)],
+    [(2, in_order, 2), (2, alternating, 1), (4, int, 1), (1, in_order, 1)],
 )
 def test_auto_takes_torchruns_nodes(run_ranks, local_world_size, place, expected):
     results = run_ranks(launched_by_torchrun, 4, local_world_size, place)
-    assert [nodes for _, nodes, _ in results] == [expected] * 4
+    assert [ranks_per_node for _, ranks_per_node, _ in results] == [expected] * 4
     assert all(torch.equal(output, results[0][0]) for output, *_ in results)
     said, *of_others = [text for *_, text in results]
-    assert (f"per step and node, between {expected}" in said) == (expected is not None)
+    assert ("per step and node, between 2 nodes of 2 ranks" in said) == (expected == 2)
     assert of_others == [""] * 3
 
 
