@@ -24,10 +24,9 @@ from .pipeline import Pipeline, average_in_stages
 from .process_group import ExplainedError, Explaining, backends_of, has_backend
 from .streams import Future
 
-# What to call when a bucket is averaged, if anything, and what a bucket is sent in with it. Names, as Python
-# evaluates the annotations of a function within a function in every call.
-_Keep = Callable[[], None] | None
-_Wire = tuple[torch.Tensor, _Keep]
+# What a bucket is sent in, and what to call when it is averaged, if anything. A name, as Python evaluates the
+# annotations of a function within a function in every call.
+_Wire = tuple[torch.Tensor, Callable[[], None] | None]
 
 
 def average_in_place(
@@ -58,18 +57,8 @@ def average_in_place(
             return ops.compress_cast(buffer, out=wire, scale=1 / by, overwrite=True), keep
         return as_real(buffer.div_(by) if by != 1 else buffer), None
 
-    def decompress(wire: torch.Tensor, keep: _Keep) -> torch.Tensor:
-        if keep is not None:
-            ops.decompress_cast(wire, out=buffer)
-            keep()
-        return buffer
-
     def stages() -> Works:
         wire, keep = compress()
-        if on_streams:
-            yield start_all_reduce(wire, group, operation)
-            decompress(wire, keep)
-            return
         yield from all_reduce(wire, group, has_delay=True, out=wire if keep is None else buffer)
         if keep is not None:
             keep()
@@ -87,7 +76,10 @@ def average_in_place(
     def finish(future: Future) -> torch.Tensor:  # holds no process group, see Explaining
         with operation:
             future.value()
-        return decompress(wire, keep)
+        if keep is not None:
+            ops.decompress_cast(wire, out=buffer)
+            keep()
+        return buffer
 
     return start_all_reduce(wire, group, operation).get_future().then(finish)
 
