@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from gradcomp import ops
 
 from ..rules import described
+from .nodes import nodes_of
 from .process_group import Explaining, has_backend
 from .torch_private import backend_of, cpu_backend_of, enable_record_function
-
-if TYPE_CHECKING:
-    from .nodes import Nodes
 
 # Collectives that are under way.
 Works = Generator[dist.Work | None, None, None]
@@ -168,23 +166,28 @@ def reduce_scatter(own: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGro
 
 
 def reduce_hierarchically(
-    flat: torch.Tensor, nodes: Nodes, between: Callable[[torch.Tensor], Works], scale: float = 1.0
+    flat: torch.Tensor,
+    group: dist.ProcessGroup,
+    ranks_per_node: int,
+    between: Callable[[torch.Tensor, dist.ProcessGroup], Works],
+    scale: float = 1.0,
 ) -> Works:
     """Sum a buffer within each node, reduce the sums between nodes, and write the result back on every rank.
 
     flat: [numel], floating-point.
-    between: called with [part], the node's sum of scale · this rank's part of the buffer. Reduces it in place
-        between the ranks of equal place, with equal bits. The last part is padded with zeros.
+    between: called with [part], the node's sum of scale · this rank's part of the buffer, and the ranks of
+        equal place. Reduces the part in place, with equal bits. The last part is padded with zeros.
 
     Yields each collective in progress.
     """
+    nodes = nodes_of(group, ranks_per_node)
     parts = flat.new_empty(nodes.ranks_per_node, -(-flat.numel() // nodes.ranks_per_node))
     whole, padding = parts.view(-1).tensor_split([flat.numel()])
     torch.mul(flat, scale, out=whole)
     padding.zero_()
     part = torch.empty_like(parts[0])
     yield from reduce_scatter(part, parts, nodes.within)
-    yield from between(part)
+    yield from between(part, nodes.between)
     yield all_gather(parts, part, nodes.within)
     flat.copy_(whole)
 

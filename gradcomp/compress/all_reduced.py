@@ -11,7 +11,6 @@ from torch import Tensor
 from gradcomp import ops
 
 from ..comm.exchange import Works, all_reduce, reduce_hierarchically
-from ..comm.nodes import nodes_of
 from ..rules import SIXTEEN_BITS, check_fields, checked_field
 from .compressor import BucketSpec, Collective, Compressor, State
 
@@ -59,12 +58,10 @@ class AllReducedCompressor(Compressor):
         self, flat: Tensor, out: Tensor, group: dist.ProcessGroup, seed: int, unused: Collection[int] = ()
     ) -> Works:
         """Replace the bucket by its mean over the ranks, in stages."""
-        if self._bucket.ranks_per_node == 1:
-            yield from self._sum(flat, group, self._scale)
-            return
-        nodes = nodes_of(group, self._bucket.ranks_per_node)
-        between = partial(self._sum, group=nodes.between, scale=1.0)
-        yield from reduce_hierarchically(flat, nodes, between, self._scale)
+        per_node = self._bucket.ranks_per_node
+        if per_node == 1:
+            return self._sum(flat, group, self._scale)
+        return reduce_hierarchically(flat, group, per_node, partial(self._sum, scale=1.0), self._scale)
 
     def _sum(self, flat: Tensor, group: dist.ProcessGroup, scale: float) -> Works:
         """Sum scale · flat over a group, in place."""

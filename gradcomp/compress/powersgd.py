@@ -15,7 +15,6 @@ from gradcomp.device import has_streams
 from gradcomp.layout import SCALE_BYTES, BlockLayout, PowerSGDLayout
 
 from ..comm.exchange import Works, all_reduce, reduce_hierarchically
-from ..comm.nodes import nodes_of
 from ..rules import (
     EPSILON,
     FACTOR_DTYPE,
@@ -253,9 +252,8 @@ class PowerSGDCompressor(Compressor):
         way = self._ways[index]
         if way.ranks_per_node == 1:
             return all_reduce(wire, group, has_delay=way.has_delay)
-        nodes = nodes_of(group, way.ranks_per_node)
-        between = partial(all_reduce, group=nodes.between, has_delay=way.has_delay)
-        return reduce_hierarchically(wire, nodes, between)
+        between = partial(all_reduce, has_delay=way.has_delay)
+        return reduce_hierarchically(wire, group, way.ranks_per_node, between)
 
     def state(self) -> State:
         error, directions = self.plan.error(), self.plan.directions()
