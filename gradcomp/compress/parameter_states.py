@@ -169,17 +169,16 @@ class Bucket:
         self, errors: Mapping[int, torch.Tensor | None], to: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return a copy of an error, [numel], by default zeros, plus errors by position."""
-        whole = self._zeros() if to is None else to.clone()
+        if to is None:
+            wide = torch.promote_types(self.dtype, torch.float32)
+            whole = torch.zeros(sum(self.numels), dtype=wide, device=self.device)
+        else:
+            whole = to.clone()
         parts = whole.split(self.numels)
         for position, each in errors.items():
             if each is not None:
-                parts[position].add_(each)
+                parts[position].add_(each.reshape(-1).to(self.device))  # a loaded one is on the CPU
         return whole
-
-    def _zeros(self) -> torch.Tensor:
-        """Return errors of zero, [numel]."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return torch.zeros(sum(self.numels), dtype=wide, device=self.device)
 
     def scale_errors(self, factor: float) -> None:
         """Multiply all errors by factor."""
@@ -236,14 +235,7 @@ class Bucket:
         state: State = {**entries.get(tuple(self.keys), {})}
         for name in dict.fromkeys(name for entry in own for name in entry):
             values = [entry.get(name) for entry in own]
-            if name == "error":
-                state[name] = self._zeros()
-                for part, value in zip(state[name].split(self.numels), values, strict=True):
-                    if value is not None:
-                        part.copy_(value.reshape(-1))
-                state[name] *= self.unit
-            else:
-                state[name] = values
+            state[name] = self.added(dict(enumerate(values))).mul_(self.unit) if name == "error" else values
         if "error" in state:
             parts = state["error"].split(self.numels)
             for position in self.compressor.sent_exactly:
