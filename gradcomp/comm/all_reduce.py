@@ -69,8 +69,7 @@ def average_in_place(
         in_future = round_trip_s(buffer, group) < MIN_DELAY_S
     if not in_future:
         return average_in_stages(bucket, stages(), operation, pipeline)
-    if on_streams:
-        require_no_capture("gradients can't be averaged", buffer.device)
+    require_no_capture("gradients can't be averaged", buffer.device)
     wire, keep = compress()
 
     def finish(future: Future) -> torch.Tensor:  # holds no process group, see Explaining

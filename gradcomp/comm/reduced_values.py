@@ -41,12 +41,10 @@ class ReducedValues:
             on_device = torch.empty_like(host, device=device)
             on_device.copy_(pinned(host, device), non_blocking=True)
         self._values = on_device
-        self._work: Any = None
         with self._operation:
-            for group in groups:
-                if self._work is not None:
-                    self._work.wait()
-                self._work = dist.all_reduce(on_device, operation, group=group, async_op=True)
+            for group in groups[:-1]:
+                dist.all_reduce(on_device, operation, group=group)
+            self._work: Any = dist.all_reduce(on_device, operation, group=groups[-1], async_op=True)
             if has_streams(device):
                 self._work.wait()  # the stream waits
                 self._values = pinned(torch.empty_like(host), device)

@@ -48,16 +48,11 @@ def wait_for_current_stream(device: torch.device) -> None:
     if event is None:
         event = events[side] = torch.cuda.Event()
     # Recorded again: what has waited for it keeps waiting for the earlier record.
-    event.record(_current_stream(side.device_index))
+    event.record(_stream(*ids_of_current_stream(side.device_index)))
     event.wait(side)
 
 
 _of_thread = threading.local()  # has an event by side stream: another thread's record would be waited for
-
-
-def _current_stream(index: int) -> torch.cuda.Stream:
-    """Return the current stream of the device with this index."""
-    return _stream(*ids_of_current_stream(index))
 
 
 @cache
@@ -73,7 +68,7 @@ def on_side_stream(device: torch.device, function: Callable[[], T]) -> T:
     if not is_current(device):
         with torch.cuda.stream(stream):  # which switches devices, too
             return function()
-    before = _current_stream(stream.device_index)
+    before = _stream(*ids_of_current_stream(stream.device_index))
     _set(stream)
     try:
         return function()

@@ -19,7 +19,6 @@ from ..comm.exchange import Works, takes_one_exchange
 #   a list with a tensor or None per tensor of the bucket: the same on all ranks; moves with its parameters
 #   any other tensor: the same on all ranks; kept for a bucket of the same parameters
 State = dict[str, Any]
-CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-to-all", "all-gather"]
 Group = Literal["all", "within", "between"]
 
 
@@ -33,7 +32,7 @@ class Collective:
         Every rank of a node is in a "between" of its own.
     """
 
-    kind: CollectiveKind
+    kind: Literal["all-reduce", "reduce-scatter", "all-to-all", "all-gather"]
     num_bytes: int
     group: Group = "all"
 

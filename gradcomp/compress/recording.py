@@ -162,7 +162,6 @@ def relative_errors(
         yield (error / whole if whole else (math.inf if error else 0.0)), whole
 
 
-PREFIX = "gradcomp"
 _OF_STEP = ("gradient_norm", "average_norm", "error_norm")
 _OF_BUCKETS = ("rate", "relative_error", "energy_kept", "time_ms", *_OF_STEP)
 
@@ -171,9 +170,9 @@ def step_values(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict[str,
     """Yield (step, values by name) for every step of rows in the order of steps."""
     for step, of_step in groupby(rows, key=lambda row: int(row["step"])):
         buckets = list(of_step)
-        values = {f"{PREFIX}/{name}": value for name, value in whole_step(buckets).items()}
+        values = {f"gradcomp/{name}": value for name, value in whole_step(buckets).items()}
         for row in buckets:
-            values |= {f"{PREFIX}/bucket {row['bucket']}/{name}": row[name] for name in _OF_BUCKETS}
+            values |= {f"gradcomp/bucket {row['bucket']}/{name}": row[name] for name in _OF_BUCKETS}
         yield step, {name: value for name, value in values.items() if value is not None}
 
 

@@ -157,11 +157,6 @@ class Trial:
         """What the result holds for: the place, the candidates, and the options."""
         return self.place, self.names, self.steps_per_turn, self.num_rounds, self.tolerance
 
-    @property
-    def is_round_over(self) -> bool:
-        """Whether every candidate has had its turn in this round."""
-        return self.step >= self.steps_per_turn * len(self.taking_part)
-
     def round_of(
         self, seconds: Mapping[int, float], waits: Mapping[int, float]
     ) -> tuple[list[float], list[float]]:

@@ -209,7 +209,7 @@ class AutoState(CompressorState):
             if self.iter >= self.start_iter:
                 self._begin_trial(group)
         elif trial.choice is None:
-            if trial.is_round_over:
+            if trial.step >= trial.steps_per_turn * len(trial.taking_part):
                 self._end_round(trial, group)
         elif trial.is_over_after(self.iter - trial.chosen_at, self.retrial_every):
             self._begin_trial(group)
