@@ -70,10 +70,7 @@ class ShardLayout:
         self.numel, self.row_numel = self._tensors.numel, self._row.numel
 
     def shard(self, row: int, position: int) -> slice:
-        """Return a shard's elements among all tensors' elements, without padding.
-
-        position: the tensor's position among the tensors.
-        """
+        """Return a shard of the tensor at this position, among all tensors' elements, without padding."""
         length, numel = self._row.numels[position], self._tensors.numels[position]
         offset = self._tensors.offsets[position]
         return slice(offset + min(row * length, numel), offset + min((row + 1) * length, numel))

@@ -111,9 +111,8 @@ def nodes_in(
 ) -> Nodes | None:
     """Return the nodes that all ranks of a group agree on; None to average without nodes.
 
-    whose: the owner of ranks_per_node, for messages.
+    whose, device: see require_same_on_all_ranks.
     ranks_per_node: see RANKS_PER_NODE.
-    device: a device whose tensors the group's backend takes.
 
     Every rank of the group must call this in the same place among its collectives. Raises RuntimeError on
     every rank if ranks_per_node differs, ValueError if that many ranks don't fill the last node. Under

@@ -177,7 +177,7 @@ class Bucket:
         parts = whole.split(self.numels)
         for position, each in errors.items():
             if each is not None:
-                parts[position].add_(each.reshape(-1).to(self.device))  # a loaded one is on the CPU
+                parts[position].add_(each.reshape(-1).to(self.device))  # a loaded one may be on the CPU
         return whole
 
     def scale_errors(self, factor: float) -> None:

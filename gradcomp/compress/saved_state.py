@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.announcement import say, shown_bytes
+from ..comm.bucket import as_real
 from ..comm.consistency import first_of
 from ..comm.process_group import joined_group
 from ..rules import SCALE
@@ -122,8 +123,7 @@ class SavedState(ConfiguredState):
         A Reducer calls this if it learns after a step that no rank has used the parameter. The parameter's
         gradient then stays unchanged, and the errors that the average contains would be lost.
         """
-        real = torch.view_as_real(average) if average.is_complex() else average
-        values = real.reshape(-1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        values = as_real(average).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
         self._states.add_to_error(parameter, values)
 
     @property
