@@ -117,21 +117,10 @@ class AccumulateGradHooks:
             handle.remove()
 
 
-class _Join(torch.autograd.Function):
-    """Makes one node that has the nodes of all inputs as its next functions."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.float32, device="cpu")
-
-
 def _nodes_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return the nodes of tensors that require gradients; a leaf's is its AccumulateGrad node."""
-    if not tensors:
-        return []
     with torch.enable_grad():
-        joined = _Join.apply(*tensors)  # type: ignore[no-untyped-call]
-    return [node for node, _ in joined.grad_fn.next_functions]
+        return [each.grad_fn or each.view_as(each).grad_fn.next_functions[0][0] for each in tensors]  # type: ignore[union-attr]
 
 
 def listed(names: Sequence[str]) -> str:
