@@ -336,25 +336,13 @@ class StepClock:
     Times that are not finite and positive are left out.
 
     now: the clock for the ends of steps, in seconds; None for the device's events or time.perf_counter.
-
-    Raises TypeError if now can't be called.
     """
 
     def __init__(self, now: Callable[[], float] | None = None):
-        if now is not None and not callable(now):
-            raise TypeError(f"clock is {now!r}, but must be a function that returns seconds, or None")
         self._now = now
         self._begin: Any = None  # of the last bucket
         self._marks: list[tuple[int, Any]] = []
         self._waits: dict[int, tuple[list[Any], list[Any]]] = {}
-
-    def fault(self) -> str:
-        """Call the clock that was given; return in words what is wrong with it, "" if nothing is."""
-        try:
-            value = 0.0 if self._now is None else self._now()
-        except Exception as error:
-            return f"{self._now!r} raises {type(error).__name__}: {error}"
-        return "" if isinstance(value, int | float) else f"{self._now!r} returns {value!r}, no seconds"
 
     def begin_bucket(self, device: torch.device) -> None:
         """Note that a bucket's hook begins now."""

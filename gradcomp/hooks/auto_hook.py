@@ -107,7 +107,7 @@ class AutoState(CompressorState):
     with them; a trial without a choice begins again.
 
     Raises ValueError for an invalid option, an unknown candidate, none, or one twice; TypeError if
-    process_group is not a process group, or the clock is no function.
+    process_group is not a process group.
     """
 
     _default_ranks_per_node = AUTO
@@ -189,7 +189,7 @@ class AutoState(CompressorState):
         return [{**row, "nats": NamedHook.form_named(row["candidate"]).cost} for row in rows]
 
     def compared_options(self) -> dict[str, Any]:
-        return super().compared_options() | {"the trial": self._ended_trial(), "clock": self._clock.fault()}
+        return super().compared_options() | {"the trial": self._ended_trial()}
 
     # --- steps ---
 
@@ -225,11 +225,7 @@ class AutoState(CompressorState):
         The ranks have compared the others, so all of them do. Some may be new processes, whose first steps
         are slow: buckets are rebuilt, kernels are compiled, memory is allocated. As many steps don't count as
         come before a new run's trial.
-
-        Raises TypeError if the clock is out of order.
         """
-        if fault := self._clock.fault():
-            raise TypeError(f"the clock of AutoState {fault}")
         self._counts_from = self.iter + min(self.start_iter, self._default_start_iter)
         self._forget_times()
         trial = self._trial

@@ -27,7 +27,6 @@ SELF_EXPLAINING = [
     "has the unknown …",
     "strongest is …, which is not one of the candidates",
     "the checkpoint … has no '…': save",
-    "the clock of AutoState …",
     "the state is compress_reduce_scatter's: it sums shards",
     "trial: an entry has another type than a trial's: …",
     "… has values that aren't finite",

@@ -1,7 +1,6 @@
 """auto_hook: the trial's turns, the choice, and the errors that pass from one candidate to the next."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -358,32 +357,6 @@ def test_a_trial_ends_without_times(name, is_everywhere, caplog):
     assert len(warnings) == 2, "one on each rank"
     assert "int4 after 4 rounds, so it uses none. Likely cause: a clock that stands still" in warnings[0]
     AutoState().load_state_dict(saved)
-
-
-def failing():
-    raise OSError("no clock")
-
-
-@pytest.mark.parametrize(
-    ("clock", "message"),
-    [
-        (lambda: None, r"the clock of AutoState <.*> returns None, no seconds"),
-        (lambda: "now", r"the clock of AutoState <.*> returns 'now', no seconds"),
-        (failing, r"the clock of AutoState <.*> raises OSError: no clock"),
-    ],
-)
-def test_a_clock_that_gives_no_seconds_is_refused_on_every_rank(clock, message):
-    def run(rank, group, num_wrong):
-        state = AutoState(group, clock=clock if rank < num_wrong else lambda: 0.0)
-        with pytest.raises((TypeError, RuntimeError)) as error:
-            step_of(state, rank, 0)
-        return str(error.value)
-
-    assert all(re.search(message, text) for text in run_ranks(run, 2, 2))
-    for text in run_ranks(run, 2, 1):
-        assert re.search(r'clock is "<.*> (returns|raises) .*" on rank 0 and "" on rank 1', text), text
-    with pytest.raises(TypeError, match="clock is 3, but must be a function that returns seconds, or None"):
-        AutoState(clock=3)
 
 
 def saved_after(rank, group, num_steps):
