@@ -64,15 +64,6 @@ class AutoOptions:
                 raise ValueError(f"candidates has {name!r} twice: {names}")
         object.__setattr__(self, "candidates", names)
 
-    def until(self, strongest: str | None) -> "AutoOptions":
-        """Return the options with the candidates up to this one; None for all. Raises ValueError."""
-        if strongest is None:
-            return self
-        names = self.candidates
-        if strongest not in names:
-            raise ValueError(f"strongest is {strongest!r}, which is not one of the candidates {names}")
-        return replace(self, candidates=names[: names.index(strongest) + 1])
-
 
 class AutoState(CompressorState):
     """The state that auto_hook is registered with: finds out which compression pays, and uses it.
@@ -141,9 +132,14 @@ class AutoState(CompressorState):
     ):
         named: Any = candidates
         options = AutoOptions(named, tolerance, steps_per_turn, rounds, retrial_every)
+        names = options.candidates
+        if strongest is not None and strongest not in names:
+            raise ValueError(f"strongest is {strongest!r}, which is not one of the candidates {names}")
+        if strongest is not None:
+            options = replace(options, candidates=names[: names.index(strongest) + 1])
         super().__init__(
             PowerSGDCompressor,
-            options.until(strongest),
+            options,
             process_group,
             start_iter=start_iter,
             random_seed=random_seed,
@@ -252,7 +248,8 @@ class AutoState(CompressorState):
         """
         names = self.candidates if num_ranks > 1 else self.candidates[:1]
         has_nodes, is_gloo = self._place.ranks_per_node > 1, not has_streams(self._device)
-        return _forms_of(names, has_nodes=has_nodes, is_gloo=is_gloo)
+        forms = forms_of(map(NamedHook.named, names), has_nodes=has_nodes, is_gloo=is_gloo)
+        return [form.name for form in forms]
 
     def _new_trial(self, group: dist.ProcessGroup) -> Trial:
         options, place = self.options, (group.size(), self._place.ranks_per_node)
@@ -328,12 +325,6 @@ def _phase_of(name: str) -> Phase:
     """Return how a candidate averages."""
     hook = NamedHook.form_named(name)
     return Phase(name, hook.compressor, hook.options, is_flat=not hook.is_hierarchical)
-
-
-@cache
-def _forms_of(names: tuple[str, ...], *, has_nodes: bool, is_gloo: bool) -> list[str]:
-    hooks = map(NamedHook.named, names)
-    return [form.name for form in forms_of(hooks, has_nodes=has_nodes, is_gloo=is_gloo)]
 
 
 def _shown_gain(row: dict[str, Any]) -> str:
