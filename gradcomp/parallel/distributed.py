@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
-from gradcomp.comm.bucket import Hooked
+from gradcomp.comm.reduced_values import ReducedValues
 from gradcomp.comm.torch_private import (
     ACTIVE_DDP,
     check_wrapper,
@@ -32,10 +32,8 @@ from .module import (
     check_module,
     group_of,
     highest_rank,
-    largest,
     named_parameters,
     refuse,
-    sparse_weights,
     synchronizes_buffers,
     through_sink,
     to_device,
@@ -183,7 +181,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._divisor = int(work.get_future().wait()[0].item())
         self._replicas.sync_buffers(has_input=True)
         if self._join_config.enable:
-            largest(_WILL_AVERAGE, self, self.require_backward_grad_sync)
+            averages = [self.require_backward_grad_sync]
+            ReducedValues(_WILL_AVERAGE, averages, [self.process_group], self.device)
         if self.device_ids:
             inputs, kwargs = to_device((inputs, kwargs), torch.device(self.device_type, self.device_ids[0]))
         return inputs, kwargs
@@ -226,7 +225,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         check_hook(state, hook)
         self.reducer.register_comm_hook(state, hook)
-        Hooked(hook, state).tell("number_parameters", self.module.named_parameters())  # frozen ones, too
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -302,6 +300,7 @@ class _WrappersReducer(Reducer):
     def __init__(self, ddp: DistributedDataParallel, verify: bool):
         module, ignored = ddp.module, ddp.parameters_to_ignore
         caps = () if ddp.bucket_cap_mb is None else ("bucket_cap_mb", "first_bucket_cap_mb")
+        layers = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
         super().__init__(
             named_parameters(module, ignored),
             ddp.process_group,
@@ -309,7 +308,7 @@ class _WrappersReducer(Reducer):
             find_unused_parameters=ddp.find_unused_parameters,
             static_graph=ddp.static_graph,
             skip_all_reduce_unused_params=ddp.skip_all_reduce_unused_params,
-            sparse_params=sparse_weights(module),
+            sparse_params=[layer.weight for layer in layers if layer.sparse],
             verify=verify,
             **dict.fromkeys(caps, ddp.bucket_cap_mb),
         )
@@ -393,7 +392,8 @@ class _WrappersJoinHook(JoinHook):
     def main_hook(self) -> None:
         ddp = self.ddp
         ddp._replicas.sync_buffers(has_input=False)
-        ddp.require_forward_param_sync = bool(largest(_WILL_AVERAGE, ddp, False).item())
+        averages = ReducedValues(_WILL_AVERAGE, [False], [ddp.process_group], ddp.device)
+        ddp.require_forward_param_sync = bool(averages.wait()[0])
         if ddp.require_forward_param_sync:
             ddp.reducer.join_with_zeros()
 

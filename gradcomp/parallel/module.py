@@ -12,7 +12,8 @@ from torch import nn
 
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.comm.consistency import first_of, require_all_ranks, require_same_on_all_ranks
-from gradcomp.comm.process_group import Explaining, require_group
+from gradcomp.comm.process_group import resolve_group
+from gradcomp.comm.reduced_values import ReducedValues
 from gradcomp.comm.torch_private import preserve_version_counter, tree_flatten, tree_unflatten
 from gradcomp.reducer import RepeatedBroadcast, broadcast_coalesced
 from gradcomp.reducer.bucket import require_callable
@@ -74,19 +75,14 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any) -> dist.
     """Return the given group, the mesh's, or the default one. Raises the errors of torch's constructor."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    require_group("DistributedDataParallel", process_group)
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
         return group
     if process_group is None:
-        process_group = dist.group.WORLD
-    if process_group is None:
-        raise ValueError(
-            "Default process group has not been initialized, please make sure to call init_process_group."
-        )
-    return process_group
+        dist.get_backend()  # raises torch's ValueError if there is no default group
+    return resolve_group("DistributedDataParallel", process_group)
 
 
 def check_module(
@@ -227,21 +223,8 @@ class Replicas:
 def highest_rank(ddp: Any, is_candidate: bool) -> int:
     """Return the highest rank that is a candidate, on every rank. The host waits."""
     rank = ddp.process_group.rank() if is_candidate else -1
-    return int(largest("find a rank that has input", ddp, rank).item())
-
-
-def largest(what: str, ddp: Any, value: int) -> torch.Tensor:
-    """Return the largest of all ranks' values, in a tensor: the host doesn't wait. what: see Explaining."""
-    reduced = torch.full((1,), value, dtype=torch.int64, device=ddp.device)
-    with Explaining.of(what, ddp.process_group):
-        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=ddp.process_group)
-    return reduced
-
-
-def sparse_weights(module: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters that have sparse gradients."""
-    layers = (layer for layer in module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
-    return [layer.weight for layer in layers if layer.sparse]
+    largest = ReducedValues("find a rank that has input", [rank], [ddp.process_group], ddp.device)
+    return int(largest.wait()[0])
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -253,8 +236,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(to_device(item, device) for item in value)
     if isinstance(value, Mapping):
-        moved = {key: to_device(item, device) for key, item in value.items()}
-        return moved if type(value) is dict else type(value)(moved)  # type: ignore[call-arg]
+        return type(value)({key: to_device(item, device) for key, item in value.items()})  # type: ignore[call-arg]
     return value
 
 

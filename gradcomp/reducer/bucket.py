@@ -284,12 +284,7 @@ class BucketCommunicator:
                 bucket.fill(1.0, as_view=True)
 
     def register(self, hooked: Hooked) -> None:
-        """Average with hook(state, bucket). A state with number_parameters gets the parameters' names.
-
-        On kernels no 16-bit hook is called: fill() rounds the gradients to 16 bits.
-
-        Raises TypeError if the hook isn't callable, RuntimeError for a second one.
-        """
+        """Average with a hook. On kernels no 16-bit hook is called: fill() rounds the gradients."""
         require_callable(hooked.state, hooked.hook)
         if self.hooked.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
@@ -298,7 +293,6 @@ class BucketCommunicator:
                 self._sent_in, self._group = dtype, resolve_group(hooked.name, hooked.state, "state")
                 self.build([index for bucket in self.buckets for index in bucket.indices])
         self.hooked, self._hooks_name = hooked, hooked.name
-        hooked.tell("number_parameters", zip(self.names, self.params, strict=True))
 
     @torch.no_grad()
     def start(self, number: int, is_last: bool) -> Pending:

@@ -128,6 +128,7 @@ class Reducer:
         hooked = Hooked(hook, state)
         self._agreement.expect(hooked)
         self.communicator.register(hooked)
+        hooked.tell("number_parameters", [*zip(self._names, self._params, strict=True), *self._frozen])
 
     def close(self) -> None:
         """Detach from the parameters: backward goes on without averaging."""
@@ -209,7 +210,7 @@ class Reducer:
             if not self._syncing:
                 return
             if self._is_wrappers and not self._is_prepared:
-                if usage is not None:
+                if isinstance(usage, StaticGraph):
                     usage.check_unaveraged(index)
                 return
             try:

@@ -16,7 +16,6 @@ EXPLAINS = re.compile(
 # Others that do.
 SELF_EXPLAINING = [
     "Cannot specify both process_group and device_mesh",
-    "Default process group has not been initialized",
     "DistributedDataParallel is not needed when a module",
     "Expected to have finished reduction in the prior iteration before starting a new one. Backward did not",
     "backend … did not all-reduce a … tensor on",

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from gradcomp.hooks import default_hooks
-from gradcomp.parallel.module import sparse_weights
 from gradcomp.reducer import Reducer
 from tests.devices import device_of_rank
 
@@ -176,11 +175,9 @@ def loss_of(outputs):
 
 
 def make_reducer(model, hook=None, **options):
-    reducer = Reducer(
-        model.named_parameters(),
-        **{"bucket_cap_mb": CAP_MB, "first_bucket_cap_mb": CAP_MB, "sparse_params": sparse_weights(model)}
-        | options,
-    )
+    sparse = [each.weight for each in model.modules() if getattr(each, "sparse", False)]
+    caps = {"bucket_cap_mb": CAP_MB, "first_bucket_cap_mb": CAP_MB}
+    reducer = Reducer(model.named_parameters(), **caps | {"sparse_params": sparse} | options)
     if hook is not None:
         reducer.register_comm_hook(None, HOOKS[hook])
     return reducer
