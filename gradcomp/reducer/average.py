@@ -153,8 +153,7 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
         if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
-        if has_streams(tensor.device):
-            require_no_capture("average_ can't average tensors", tensor.device)
+        require_no_capture("average_ can't average tensors", tensor.device)
     if keys is not None and (len(keys) != len(tensors) or len(set(map(repr, keys))) != len(keys)):
         given = f"{list(keys)} for {len(tensors)} tensors"
         raise ValueError(f"average_ takes one key per tensor, each another one: got {given}")

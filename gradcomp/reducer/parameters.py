@@ -144,7 +144,7 @@ class Agreement:
         ]
         values = {"parameters that require gradients": shapes} | self._options
         advice = "Build the same model on every rank, and give the Reducer or wrapper the same options"
-        self._require_same("what the Reducer was given", values, advice)
+        require_same_on_all_ranks("what the Reducer was given", values, self._group, self._device, advice)
 
     def expect(self, hooked: Hooked) -> None:
         """Compare the ranks again in the next step. Raises ValueError for a group that torch doesn't know."""
@@ -166,7 +166,8 @@ class Agreement:
         }
         advice = "Register the same hook on every rank, with the same options"
         if self.group is self:
-            self._require_same("what the Reducer averages with", values, advice)
+            whose = "what the Reducer averages with"
+            require_same_on_all_ranks(whose, values, self._group, self._device, advice)
         ranks = ranks_of(self._group)
         if others is not None and sorted(ranks) != sorted(others):
             raise RuntimeError(
@@ -175,9 +176,6 @@ class Agreement:
                 "DistributedDataParallel or the Reducer has; None means the default group"
             )
         self.group = hooked.group
-
-    def _require_same(self, whose: str, values: dict[str, Any], advice: str) -> None:
-        require_same_on_all_ranks(whose, values, self._group, self._device, advice)
 
 
 def _group_of(hooked: Hooked) -> dist.ProcessGroup | None:

@@ -39,9 +39,6 @@ class _Usage:
         self._names, self._device, self._group, self._skips = names, device, group, skips
         self.used: set[int] = set()
 
-    def check_unaveraged(self, index: int) -> None:
-        """Raise RuntimeError if a backward that only accumulates may not use this parameter."""
-
     def is_complete(self, index: int) -> bool:
         """Count a use of the parameter. Return whether the step's gradient is complete with it."""
         return True
@@ -111,6 +108,7 @@ class StaticGraph(_Usage):
         self._unused: set[int] | None = None  # by any rank
 
     def check_unaveraged(self, index: int) -> None:
+        """Raise RuntimeError if a backward that only accumulates may not use this parameter."""
         if not self.is_learning and not self._expected[index]:
             raise RuntimeError(self.graph_changed(index))
 
