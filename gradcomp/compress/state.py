@@ -32,7 +32,7 @@ from gradcomp.device import has_streams, pinned
 
 from ..comm.all_reduce import average_in_place
 from ..comm.announcement import say
-from ..comm.bucket import ShardBucket, checked_bucket
+from ..comm.bucket import ShardBucket, checked_bucket, require_bucket
 from ..comm.exchange import reduce_scatter
 from ..comm.pipeline import Pipeline, average_in_stages
 from ..comm.process_group import Explaining, joined_group
@@ -202,6 +202,15 @@ class CompressorState(SavedState):
 
     # --- averages ---
 
+    @classmethod
+    def require(cls, hook_name: str, state: Any, bucket: Any) -> None:
+        """Raise TypeError for a wrong bucket, or else for a state that isn't of this class."""
+        if not isinstance(state, cls):
+            require_bucket(hook_name, bucket)
+            whose = ", torch's own" if hasattr(state, "q_memory_dict") else ""
+            got = f"{described(state)}{whose}"
+            raise TypeError(f"{hook_name} takes a gradcomp {cls.__name__} as its state, got {got}")
+
     def average(self, hook_name: str, bucket: dist.GradBucket, options: Any = None) -> Future:
         """Average a hook's bucket: plainly in the first steps, with compressors in later steps.
 
@@ -323,8 +332,7 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
 
         ddp_model.register_comm_hook(CompressorState(TopK, TopKOptions(density=0.01)), compress_hook)
     """
-    if not isinstance(state, CompressorState):
-        raise TypeError(f"compress_hook takes a CompressorState as its state, got {described(state)}")
+    CompressorState.require("compress_hook", state, bucket)
     return state.average("compress_hook", bucket)
 
 

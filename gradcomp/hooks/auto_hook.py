@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm.announcement import say, shown_bytes
-from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.reduced_values import ReducedValues
 from gradcomp.comm.streams import Future
@@ -22,7 +21,7 @@ from gradcomp.compress.settings import Settings
 from gradcomp.compress.state import CompressorState, Phase, option
 from gradcomp.compress.trial import CHECK_EVERY, MAX_SLOW_STEPS, TOLERANCE, TURN, SlowSteps, StepClock, Trial
 from gradcomp.device import has_streams
-from gradcomp.rules import RANK, Rule, check_fields, checked_field, described
+from gradcomp.rules import RANK, Rule, check_fields, checked_field
 
 from .named_hooks import NamedHook, forms_of
 
@@ -379,7 +378,5 @@ def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future
 
         ddp_model.register_comm_hook(AutoState(), auto_hook)
     """
-    if not isinstance(state, AutoState):
-        require_bucket("auto_hook", bucket)
-        raise TypeError(f"auto_hook takes an AutoState as its state, got {described(state)}")
+    AutoState.require("auto_hook", state, bucket)
     return state.average("auto_hook", bucket)

@@ -7,20 +7,19 @@ and the differences from torch's, docs/internals/powersgd.md the algorithm as im
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from functools import lru_cache
-from typing import Any, NoReturn
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.bucket import require_bucket
 from gradcomp.comm.nodes import AUTO
 from gradcomp.compress import checkpoint
 from gradcomp.compress.checkpoint import consolidated_state_dict, load_from_dcp, per_rank_state_dict
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.compress.state import CompressorState, Phase, option
-from gradcomp.rules import WHOLE, described
+from gradcomp.rules import WHOLE
 
 __all__ = [
     "PowerSGDState",
@@ -209,8 +208,7 @@ def powerSGD_hook(  # noqa: N802
         state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4)
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     """
-    if not isinstance(state, PowerSGDState):
-        _refuse("powerSGD_hook", state, bucket)
+    PowerSGDState.require("powerSGD_hook", state, bucket)
     return state.average("powerSGD_hook", bucket)
 
 
@@ -225,8 +223,7 @@ def batched_powerSGD_hook(  # noqa: N802
 
     Raises TypeError if the state is not a PowerSGDState or the bucket is not floating-point.
     """
-    if not isinstance(state, PowerSGDState):
-        _refuse("batched_powerSGD_hook", state, bucket)
+    PowerSGDState.require("batched_powerSGD_hook", state, bucket)
     asks = isinstance(bucket, dist.GradBucket) and state.use_error_feedback and LOST not in state.announced
     if asks and len({parameter.grad is None for parameter in bucket.parameters()}) == 2:
         state.announced.add(LOST)
@@ -234,16 +231,7 @@ def batched_powerSGD_hook(  # noqa: N802
     return state.average("batched_powerSGD_hook", bucket, _squared(state.options))
 
 
-def _refuse(hook_name: str, state: Any, bucket: dist.GradBucket) -> NoReturn:
-    """Raise TypeError for a wrong bucket, or else for another state."""
-    require_bucket(hook_name, bucket)
-    whose = ", torch's own" if hasattr(state, "q_memory_dict") else ""
-    raise TypeError(f"{hook_name} takes a gradcomp PowerSGDState as its state, got {described(state)}{whose}")
-
-
-@lru_cache(maxsize=16)
-def _squared(options: PowerSGDOptions) -> PowerSGDOptions:
-    return replace(options, square=True)
+_squared = lru_cache(maxsize=16)(partial(replace, square=True))
 
 
 def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:

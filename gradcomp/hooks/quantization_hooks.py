@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradcomp.comm.bucket import KeptBuffers, checked_bucket, require_bucket
+from gradcomp.comm.bucket import KeptBuffers, checked_bucket
 from gradcomp.comm.exchange import Works, has_delay
 from gradcomp.comm.nodes import AUTO
 from gradcomp.comm.pipeline import average_in_stages
@@ -21,7 +21,7 @@ from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
 from gradcomp.compress.quantized_all_reduce import QuantizedAllReduce
 from gradcomp.compress.state import CompressorState, option
 from gradcomp.layout import BlockLayout
-from gradcomp.rules import BLOCK_SIZE, described
+from gradcomp.rules import BLOCK_SIZE
 
 __all__ = [
     "QuantizationState",
@@ -123,9 +123,7 @@ def quantization_hook(
 
         ddp_model.register_comm_hook(QuantizationState(bits=4), quantization_hook)
     """
-    if not isinstance(state, QuantizationState):
-        require_bucket("quantization_hook", bucket)
-        raise TypeError(f"quantization_hook takes a QuantizationState as its state, got {described(state)}")
+    QuantizationState.require("quantization_hook", state, bucket)
     return state.average("quantization_hook", bucket)
 
 

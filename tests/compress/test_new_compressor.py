@@ -102,5 +102,5 @@ def test_a_start_before_ddp_has_arranged_its_buckets_is_refused():
 
 def test_another_state_is_refused():
     assert not dist.is_initialized()
-    with pytest.raises(TypeError, match="takes a CompressorState as its state, got None"):
+    with pytest.raises(TypeError, match="takes a gradcomp CompressorState as its state, got None"):
         compress_hook(None, Bucket(torch.ones(3)))

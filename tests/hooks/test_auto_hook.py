@@ -429,5 +429,5 @@ def test_unlike_candidates_are_named_on_every_rank():
 
 
 def test_another_state():
-    with pytest.raises(TypeError, match="auto_hook takes an AutoState as its state, got None"):
+    with pytest.raises(TypeError, match="auto_hook takes a gradcomp AutoState as its state, got None"):
         auto_hook(None, Bucket(torch.zeros(3), [(3,)]))

@@ -45,7 +45,7 @@ def test_bad_options_are_named(options, message):
 
 
 def test_another_state_is_refused():
-    with pytest.raises(TypeError, match="takes a QuantizationState"):
+    with pytest.raises(TypeError, match="takes a gradcomp QuantizationState"):
         quantization_hook(None, Bucket(torch.zeros(4), [(4,)]))
 
 
