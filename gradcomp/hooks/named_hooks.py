@@ -148,18 +148,13 @@ class NamedHook:
         ranks_per_node: of the state.
         """
         options = self.options
+        given: dict[str, Any] = {"start_iter": start_iter, "ranks_per_node": ranks_per_node}
         if isinstance(options, AllReducedOptions):
             if not self.is_hierarchical:
                 return None, _STATELESS[options.wire_dtype]
-            state = CompressorState(
-                self.compressor, options, start_iter=start_iter, ranks_per_node=ranks_per_node
-            )
-            return state, compress_hook
+            return CompressorState(self.compressor, options, **given), compress_hook
         if isinstance(options, QuantizedOptions):
-            quantized = QuantizationState(
-                None, options.bits, options.block_size, start_iter=start_iter, ranks_per_node=ranks_per_node
-            )
-            return quantized, quantization_hook
+            return QuantizationState(None, options.bits, options.block_size, **given), quantization_hook
         given = asdict(options) | {"start_powerSGD_iter": start_iter, "ranks_per_node": ranks_per_node}
         hook = batched_powerSGD_hook if given.pop("square") else powerSGD_hook
         return PowerSGDState(None, **given), hook
