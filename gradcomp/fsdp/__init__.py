@@ -66,7 +66,6 @@ def compress_fsdp(
         )
     # Nothing is refused below unless ranks differ: an error above leaves the model as it was.
     if replica_state is not None:
-        assert replica_state.process_group is not None
         compress_replicas(model, replica_state.process_group, replica_state)
     compress_reduce_scatter(model, state)
     for gather in gathers:

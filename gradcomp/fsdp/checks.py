@@ -26,15 +26,10 @@ def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{whose} takes a module, got {model!r}")
     if not isinstance(model, FSDPModule):
-        has_hooks = callable(getattr(model, "register_comm_hook", None))
-        advice = (
-            "call its register_comm_hook(state, hook) instead"
-            if has_hooks
-            else "call fully_shard on the model itself after its parts"
-        )
         raise ValueError(
             f"{whose} takes a model sharded with torch.distributed.fsdp.fully_shard, but "
-            f"{type(model).__name__} is not: {advice}"
+            f"{type(model).__name__} is not: call fully_shard on the model itself after its parts; for "
+            "DDP, call its register_comm_hook(state, hook)"
         )
     groups = param_groups_of(model)
     if not groups:

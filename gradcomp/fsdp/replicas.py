@@ -37,10 +37,20 @@ class AllReduceHook:
 
         output: [numel], in the dtype in which FSDP2 reduces: the padded local gradients one after another,
             without parameters that have none.
+
+        Raises RuntimeError if gradients kept by earlier backwards had other parameters.
         """
         group, parameters = self._param_group, self._param_group.reduced(output)
         if self._kept is not None:
-            self._add_kept(output, parameters)
+            (kept, of_parameters), self._kept = self._kept, None
+            if list(map(id, of_parameters)) != list(map(id, parameters)):
+                raise RuntimeError(
+                    f"{group.name} has gradients of {len(parameters)} parameters now, but of "
+                    f"{len(of_parameters)} in the last backward, which set_requires_all_reduce(False) kept "
+                    "from being averaged: use the same parameters in both, or "
+                    "set_requires_gradient_sync(False)"
+                )
+            output.add_(kept)
         if not group.averages_now:
             # FSDP2 adds zeros to .grad now, and in a later backward the average of all gradients.
             self._kept = output.clone(), parameters
@@ -59,18 +69,6 @@ class AllReduceHook:
     def forget(self) -> None:
         """Drop the gradients that are kept for a later backward."""
         self._kept = None
-
-    def _add_kept(self, output: torch.Tensor, parameters: list[torch.Tensor]) -> None:
-        """Add the gradients kept by earlier backwards. Raises RuntimeError if they had other parameters."""
-        assert self._kept is not None
-        (kept, of_parameters), self._kept = self._kept, None
-        if list(map(id, of_parameters)) != list(map(id, parameters)):
-            raise RuntimeError(
-                f"{self._param_group.name} has gradients of {len(parameters)} parameters now, but of "
-                f"{len(of_parameters)} in the last backward, which set_requires_all_reduce(False) kept from "
-                "being averaged: use the same parameters in both, or set_requires_gradient_sync(False)"
-            )
-        output.add_(kept)
 
 
 _WHOSE = "compress_replicas"
@@ -178,5 +176,4 @@ def _copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, 
             continue
         on_device = local.to(device)
         broadcast_coalesced([on_device], 0, group)
-        if on_device is not local:
-            local.copy_(on_device)
+        local.copy_(on_device)

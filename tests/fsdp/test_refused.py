@@ -107,8 +107,8 @@ def on_three_dimensions(grid):
 MODELS = [
     (CALLS, lambda g: Net(), "takes a model sharded with .*Net is not: call fully_shard on the model itself"),
     (CALLS, lambda g: nn.Sequential(sharded(g.shards)), "Sequential is not: call fully_shard on the model"),
-    (CALLS, lambda g: DistributedDataParallel(Net()), r"is not: call its register_comm_hook\(state, hook\)"),
-    (CALLS, lambda g: replicate_with_ddp(Net()), r"DDPNet is not: call its register_comm_hook\("),
+    (CALLS, lambda g: DistributedDataParallel(Net()), r"for DDP, call its register_comm_hook\(state, hook\)"),
+    (CALLS, lambda g: replicate_with_ddp(Net()), r"DDPNet is not: .*for DDP, call its register_c"),
     (CALLS, lambda g: fully_shard(nn.Tanh(), mesh=g.shards), "Tanh has no sharded parameters"),
     (GATHER, tensor_parallel, "the model had DTensors before fully_shard, as with tensor parallelism"),
     ([*SCATTER, *GATHER], changed(replace_head), "weight of a Linear that is no module .* replaced"),
