@@ -36,8 +36,6 @@ from ..reducer.parameters import common_name_of
 from ..rules import COUNT, RANK, described
 from .weights import CommonWeights, OwnWeights, Tensors, divided, local_of
 
-__all__ = ["LocalSteps"]
-
 
 @dataclass
 class Exchange:
@@ -393,7 +391,8 @@ class LocalSteps:
         except BaseException:
             self._common.load_optimizer(*before)
             raise
-        self._common.load(common)
+        for name, each in self._common.shards.items():
+            each.copy_(local_of(common[name]))
         self._set(counts)
 
     def load_from_dcp(

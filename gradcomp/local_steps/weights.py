@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, MutableMapping
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import Any
 
 import torch
@@ -105,33 +105,28 @@ class CommonWeights:
             raise TypeError(
                 f"LocalSteps takes an optimizer as its outer_optimizer, got {described(optimizer)}"
             )
-        trainable = {id(each): name for name, each in params.items()}
         given = {
             id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad
         }
-        if given != set(trainable):
+        if given != set(map(id, params.values())):
             raise ValueError(
                 f"the outer_optimizer has {len(given)} trainable parameters, which are not the model's "
                 f"{len(params)}: make it for this LocalSteps, with model.parameters()"
             )
-        self.optimizer, self._params = (
-            optimizer,
-            {
-                # At least in fp32.
-                name: each.detach().to(torch.promote_types(each.dtype, torch.float32), copy=True)
-                for name, each in params.items()
-            },
-        )
+        self.optimizer = optimizer
+        self._params = {
+            name: each.detach().to(torch.promote_types(each.dtype, torch.float32), copy=True)
+            for name, each in params.items()
+        }
         self.shards = {name: local_of(each) for name, each in self._params.items()}
-        before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
+        of = {id(each): self._params[name] for name, each in params.items()}
+        entries = {of[id(each)]: entry for each, entry in optimizer.state.items() if id(each) in of}
+        optimizer.state = type(optimizer.state)(dict, entries)
         for group in optimizer.param_groups:
-            known = [id(each) in trainable for each in group["params"]]
-            for each in group["params"]:
-                if id(each) in trainable and each in before:
-                    optimizer.state[self._params[trainable[id(each)]]] = before[each]
-            for name in {"params", "param_names"} & set(group):
-                group[name] = [each for each, is_known in zip(group[name], known, strict=True) if is_known]
-            group["params"] = [self._params[trainable[id(each)]] for each in group["params"]]
+            if "param_names" in group:
+                known = [id(each) in of for each in group["params"]]
+                group["param_names"] = list(compress(group["param_names"], known))
+            group["params"] = [of[id(each)] for each in group["params"] if id(each) in of]
 
     def minus(self, weights: Tensors) -> Tensors:
         """Return the pseudo-gradients of weights: how far they are from the common ones, as first rounded."""
@@ -204,11 +199,6 @@ class CommonWeights:
                     state[i][what] = self.distributed(name, local)
         state = {i: entry for i, entry in state.items() if entry}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def load(self, weights: Tensors) -> None:
-        """Set all common weights."""
-        for name, common in self.shards.items():
-            common.copy_(local_of(weights[name]).detach())
 
     def require_like(self, weights: Tensors) -> None:
         """Raise ValueError unless weights are as these: in names, in whole shapes and in shards' shapes."""
