@@ -95,10 +95,7 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
 
 
 TORCHS_PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"
-_SHARED: dict[str, tuple[str, ...] | None] = {  # module -> names; without any, all public ones
-    **dict.fromkeys([".default_hooks", ".powerSGD_hook", ".quantization_hooks", ".debugging_hooks"]),
-    "": ("DDPCommHookType", "register_ddp_comm_hook"),
-}
+_MODULES = ("", ".default_hooks", ".powerSGD_hook", ".quantization_hooks", ".debugging_hooks")
 
 
 def apply_to_torch() -> AbstractContextManager[Any]:
@@ -118,11 +115,11 @@ def apply_to_torch() -> AbstractContextManager[Any]:
             model = accelerator.prepare(model)
     """
     with ExitStack() as block:
-        for name, shared in _SHARED.items():
+        for name in _MODULES:
             torchs, ours = import_module(TORCHS_PACKAGE + name), import_module(f"gradcomp.hooks{name}")
-            for each in shared or ours.__all__:
-                if hasattr(torchs, each):
-                    block.callback(setattr, torchs, each, getattr(torchs, each))
+            for each in ours.__all__:
+                if callable(before := getattr(torchs, each, None)):  # the package also has its modules
+                    block.callback(setattr, torchs, each, before)
                     setattr(torchs, each, getattr(ours, each))
         return block.pop_all()
 
