@@ -53,10 +53,7 @@ class AutoOptions:
         if not names:
             raise ValueError("candidates is empty: name at least one, such as 'none'")
         for name in names:
-            try:
-                NamedHook.named(name if isinstance(name, str) else repr(name))
-            except ValueError as error:
-                raise ValueError(f"candidates: {error}") from None
+            NamedHook.named(name if isinstance(name, str) else repr(name))
             if name.startswith("batched") or ":start" in name:
                 raise ValueError(f"candidates: {name!r} can't be a candidate; plain names of PowerSGD can")
             if names.count(name) > 1:

@@ -400,8 +400,8 @@ def test_the_recorder_has_the_choice():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"candidates": ["none", "int3"]}, "candidates: there is no hook 'int3'; known are none"),
-        ({"candidates": [8]}, "candidates: there is no hook '8'"),
+        ({"candidates": ["none", "int3"]}, "there is no hook 'int3'; known are none"),
+        ({"candidates": [8]}, "there is no hook '8'"),
         ({"candidates": []}, "candidates is empty"),
         ({"candidates": "none"}, "candidates is 'none', but must be a list of names"),
         ({"candidates": ["none", "int4", "none"]}, "candidates has 'none' twice"),
