@@ -214,11 +214,10 @@ class StepsInBackward:
         if self._task != current_graph_task_id():
             return
         before, self.versions_before = self.versions_before, {}
-        params = {index: self._params[index] for index in before}
         stepped = [
             self._names[index]
-            for index, param in params.items()
-            if param._version != before[index] or param.grad is None
+            for index, version in before.items()
+            if self._params[index]._version != version or self._params[index].grad is None
         ]
         if stepped:
             raise RuntimeError(

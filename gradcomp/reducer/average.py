@@ -100,14 +100,12 @@ class Averaging:
             pairs_of.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
         # Tensors with their flat buffer, the parts of it that are theirs, and the future of its average.
         self._buckets: list[tuple[Any, torch.Tensor, Any, Explaining, Any]] = []
-        for number, ((dtype, device), pairs) in enumerate(pairs_of.items()):
+        for number, ((_, device), pairs) in enumerate(pairs_of.items()):
             index = indices[0] + number * indices[1]
             known, members = map(list, zip(*pairs, strict=True))
-            numels = [member.numel() for member in members]
-            buffer = torch.empty(sum(numels), dtype=dtype, device=device)
-            split = zip(buffer.split(numels), members, strict=True)
+            buffer = torch.cat([member.reshape(-1) for member in members])
+            split = zip(buffer.split([member.numel() for member in members]), members, strict=True)
             parts = [part.view(member.shape) for part, member in split]
-            torch._foreach_copy_(parts, members)
             # On a CPU the last bucket's hook waits for all collectives.
             is_last = number == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
             given: Any = GradBucket(index, buffer, known, is_last)
