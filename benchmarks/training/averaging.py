@@ -180,10 +180,10 @@ class Averaged:
             self.model.register_comm_hook(None, noop_hook)
         elif self.name == TORCHS_FP16:
             self.model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
-        else:
+        elif self.name != "none":
             ranks_per_node = 1 if self.name.endswith(FLAT) else TORCHRUNS
             hook = NamedHook.named(self.name.removesuffix(FLAT))
-            hook.register(self.model, self.start_iter, ranks_per_node)
+            self.model.register_comm_hook(*hook.state_and_hook(self.start_iter, ranks_per_node))
 
     def end_step(self, number: int, num_steps: int) -> None:
         """Call it after the optimizer's step of this number, from 1 to num_steps."""

@@ -123,23 +123,9 @@ class NamedHook:
             return self.options.is_quantized
         return isinstance(self.options, QuantizedOptions)
 
-    @property
-    def uncompressed_dtype(self) -> torch.dtype | None:
-        """The dtype of what is not sent as codes; None for the gradients' dtype."""
-        if isinstance(self.options, AllReducedOptions):
-            return self.options.wire_dtype
-        if isinstance(self.options, PowerSGDOptions) and not self.options.is_quantized:
-            return self.options.factor_dtype
-        return self.options.uncompressed_dtype
-
-    @property
-    def flat_name(self) -> str:
-        """The name of this hook's flat form."""
-        return self.name.removesuffix(HIERARCHICAL)
-
     def hierarchical(self) -> NamedHook:
-        """Return the hierarchical form of this hook."""
-        return replace(self, name=self.flat_name + HIERARCHICAL, is_hierarchical=True)
+        """Return the hierarchical form of this flat hook."""
+        return replace(self, name=self.name + HIERARCHICAL, is_hierarchical=True)
 
     def state_and_hook(self, start_iter: int, ranks_per_node: int | str = AUTO) -> tuple[Any, Hook]:
         """Return a new state for the default group (None for a flat hook without one), and the hook.
@@ -159,11 +145,6 @@ class NamedHook:
         hook = batched_powerSGD_hook if given.pop("square") else powerSGD_hook
         return PowerSGDState(None, **given), hook
 
-    def register(self, averager: Any, start_iter: int, ranks_per_node: int | str = AUTO) -> None:
-        """Register the hook on a model of DDP or a Reducer; nothing for "none". See state_and_hook."""
-        if self.name != "none":
-            averager.register_comm_hook(*self.state_and_hook(start_iter, ranks_per_node))
-
     @property
     def cost(self) -> float | None:
         """The hook's cost in accuracy, in nats; None if neither the hook nor a similar one was measured.
@@ -171,7 +152,7 @@ class NamedHook:
         A hierarchical hook, which was not measured, is assumed to cost as much as flat. It sums fewer codes.
         Similar to PowerSGD is PowerSGD of equal rank with int8 factors, the coarsest, or else with fp32.
         """
-        costs, name = COSTS | COSTS_ON_2_RANKS, self.flat_name
+        costs, name = COSTS | COSTS_ON_2_RANKS, self.name.removesuffix(HIERARCHICAL)
         family, rank, *_ = [*name.split(":"), ""]
         similar = (name, f"{family}:{rank}:int8", f"{family}:{rank}")
         return next((costs[each] for each in similar if each in costs), None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.compress import CompressorState
-from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
+from gradcomp.compress.powersgd import PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedOptions
 from gradcomp.hooks.auto_hook import AutoOptions
 from gradcomp.hooks.named_hooks import NamedHook
@@ -311,15 +311,16 @@ def _of_quantized(options: QuantizedOptions) -> dict[str, Any]:
 def _of_auto(options: AutoOptions) -> dict[str, Any]:
     """Return the claims that all candidates have."""
     hooks = list(map(NamedHook.named, options.candidates))
-    dtypes = [hook.uncompressed_dtype for hook in hooks if hook.uncompressed_dtype is not None]
-    has_factors = any(hook.compressor is PowerSGDCompressor for hook in hooks)
+    factors = [_of_powersgd(each.options) for each in hooks if isinstance(each.options, PowerSGDOptions)]
+    dtypes = [each["precision"] for each in factors]
+    dtypes += [getattr(each.options, "wire_dtype", None) for each in hooks]
     return {
         "tolerance": None,
-        "precision": max(dtypes, key=unit_roundoff, default=None),
+        "precision": max(filter(None, dtypes), key=unit_roundoff, default=None),
         "contraction": 0.0,
         "error_feedback": True,
         "unbiased": False,
-        "keeps_zeros": "lines" if has_factors else "elements",
+        "keeps_zeros": "lines" if factors else "elements",
         "scale_equivariant": True,
         "rank_symmetric": not any(hook.has_codes for hook in hooks),
         "bucket_insensitive": False,  # random directions differ from bucket to bucket

@@ -55,9 +55,8 @@ def test_forms():
     assert nccl == ["int4 hierarchical", "powersgd:4:int8 hierarchical"]
     assert gloo == [f"{hook.name} hierarchical" for hook in hooks]
     assert list(forms_of(hooks, has_nodes=False, is_gloo=True)) == hooks
-    twice = NamedHook.named("int4").hierarchical().hierarchical()
-    assert twice == NamedHook.form_named("int4 hierarchical")
-    assert (twice.name, twice.flat_name) == ("int4 hierarchical", "int4")
+    form = NamedHook.named("int4").hierarchical()
+    assert form == NamedHook.form_named(form.name)
 
 
 def test_costs_are_those_of_the_page():

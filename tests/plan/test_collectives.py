@@ -76,7 +76,8 @@ def count_sent(rank, names, per_node, round_trip_ms):
         model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths)))
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.3)
         hook = NamedHook.form_named(name)
-        hook.register(ddp, 2, per_node if hook.is_hierarchical else 1)
+        if name != "none":
+            ddp.register_comm_hook(*hook.state_and_hook(2, per_node if hook.is_hierarchical else 1))
         for _ in range(3):  # buckets are rebuilt, the state compares its ranks
             ddp(torch.randn(2, 300)).sum().backward()
         with SentMeter() as meter:
