@@ -175,7 +175,7 @@ def loss_of(outputs):
 
 
 def make_reducer(model, hook=None, **options):
-    sparse = [each.weight for each in model.modules() if getattr(each, "sparse", False)]
+    sparse = [each.weight for each in model.modules() if getattr(each, "sparse", None) is True]
     caps = {"bucket_cap_mb": CAP_MB, "first_bucket_cap_mb": CAP_MB}
     reducer = Reducer(model.named_parameters(), **caps | {"sparse_params": sparse} | options)
     if hook is not None:
