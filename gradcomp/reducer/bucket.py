@@ -20,13 +20,6 @@ from gradcomp.layout import FlatLayout
 from .parameters import check_gradient
 
 
-def cap_bytes(cap_mb: float) -> float:
-    """Return a bucket's cap in bytes. Raises ValueError for anything but a number of MiB."""
-    if not isinstance(cap_mb, int | float) or not cap_mb >= 0:
-        raise ValueError(f"a bucket's cap is a number of MiB, 0 or more, got {cap_mb!r}")
-    return cap_mb * (1 << 20)
-
-
 def assign_buckets(
     sizes_bytes: Sequence[int], keys: Sequence[Hashable], caps_bytes: tuple[float, float]
 ) -> list[list[int]]:

@@ -30,9 +30,10 @@ from gradcomp.comm.pipeline import drop
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.torch_private import current_autograd_node, not_compiled
 from gradcomp.device import require_no_capture
+from gradcomp.rules import RATE
 
 from .autograd import AccumulateGradHooks, StepsInBackward, call_at_end_of_backward, call_when_backward_starts
-from .bucket import BucketCommunicator, Pending, average_rows, cap_bytes
+from .bucket import BucketCommunicator, Pending, average_rows
 from .parameters import Agreement, Sharing, agree_on_order, check_gradient, named_parameters
 from .usage import FindUnused, StaticGraph, Usage
 
@@ -78,15 +79,16 @@ class Reducer:
         sparse_params: Iterable[torch.Tensor] = (),
         verify: bool = True,
     ):
-        caps_bytes = cap_bytes(first_bucket_cap_mb), cap_bytes(bucket_cap_mb)
+        first_bucket_cap_mb = RATE("first_bucket_cap_mb", first_bucket_cap_mb)
+        bucket_cap_mb = RATE("bucket_cap_mb", bucket_cap_mb)
         self._names, self._params, self._frozen = named_parameters(params)
         self.process_group = resolve_group("Reducer", process_group)
         sparse_ids = {id(param) for param in sparse_params}
         sparse = {index for index, param in enumerate(self._params) if id(param) in sparse_ids}
         self._sharing = Sharing(self._params, self._names, self.process_group)
         options = {
-            "bucket_cap_mb": float(bucket_cap_mb),
-            "first_bucket_cap_mb": float(first_bucket_cap_mb),
+            "bucket_cap_mb": bucket_cap_mb,
+            "first_bucket_cap_mb": first_bucket_cap_mb,
             "gradient_as_bucket_view": bool(gradient_as_bucket_view),
             "find_unused_parameters": bool(find_unused_parameters),
             "static_graph": bool(static_graph),
@@ -99,6 +101,7 @@ class Reducer:
         if verify:
             self._agreement.verify(self._names, self._params)
             has_delay(self._params[0], self.process_group)  # measured here, not in the first step
+        caps_bytes = first_bucket_cap_mb * 2**20, bucket_cap_mb * 2**20
         self.communicator = BucketCommunicator(
             self._params, self._names, self.process_group, caps_bytes, gradient_as_bucket_view, sparse
         )

@@ -244,7 +244,7 @@ def test_arguments(rank):
         with pytest.raises(error, match=re.escape(message)):
             Reducer(params)
     for cap in (None, "25", -1, float("nan")):
-        with pytest.raises(ValueError, match=f"a bucket's cap is a number of MiB, 0 or more, got {cap!r}"):
+        with pytest.raises(ValueError, match=f"bucket_cap_mb is {cap!r}, but must be a number of at least 0"):
             Reducer(named, bucket_cap_mb=cap)
     with pytest.raises(TypeError, match=r"process_group, got -100\. .* this rank is not in the group"):
         Reducer(named, no_member)
