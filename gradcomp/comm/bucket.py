@@ -171,6 +171,14 @@ def checked_bucket(
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
+def require_hook(hook: Any, state: Any = None, whose: str = "") -> None:
+    """Raise TypeError for a hook that can't be called, without `whose` in torch's words."""
+    if not callable(hook):
+        got = f" {whose} got {described(hook)}." if whose else ""
+        swapped = " The state can be called: state and hook are swapped." if callable(state) else ""
+        raise TypeError(f"Communication hook must be callable.{got}{swapped}")
+
+
 def refuse_result(returned: Any, hook: Any) -> NoReturn:
     """Raise RuntimeError for a hook that returned anything but a Future."""
     raise ExplainedError(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 
+from gradcomp.comm.bucket import require_hook
 from gradcomp.comm.torch_private import overflows_of
 from gradcomp.compress import consolidated_state_dict
 from gradcomp.compress.state import CompressorState
@@ -38,8 +39,7 @@ class CommHook:
     """
 
     def __init__(self, state: Any, hook: Callable[[Any, dist.GradBucket], Any]):
-        if not callable(hook):
-            raise TypeError(f"CommHook takes a state and a hook, in this order; its hook is {hook!r}")
+        require_hook(hook, state, "CommHook")
         self.state, self.hook = state, hook
         self._registered_on: weakref.ref[nn.Module] | None = None
         # At the last follow(): the scaler, its record of optimizers' overflows, and the step's number.

@@ -24,6 +24,7 @@ from gradcomp.comm.bucket import (
     refuse_result,
     require_bucket,
     require_dense_floats,
+    require_hook,
     take_wire,
 )
 from gradcomp.comm.exchange import Works
@@ -176,8 +177,7 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
     """Return the wrapper of this name: a hook that runs the given one on buckets in a 16-bit dtype."""
-    if not callable(hook):
-        raise TypeError(f"{name} wraps a communication hook, got {hook!r}")
+    require_hook(hook, whose=name)
     # Of its own: a stage that waits for a bucket of its own pipeline would wait without end.
     pipeline = Pipeline()
 

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradcomp.comm.bucket import GradBucket
+from gradcomp.comm.bucket import GradBucket, require_hook
 from gradcomp.comm.consistency import first_of, require_all_ranks, require_same_on_all_ranks
 from gradcomp.comm.process_group import resolve_group
 from gradcomp.comm.reduced_values import ReducedValues
 from gradcomp.comm.torch_private import preserve_version_counter, tree_flatten, tree_unflatten
 from gradcomp.reducer import RepeatedBroadcast, broadcast_coalesced
-from gradcomp.reducer.bucket import require_callable
 from gradcomp.reducer.parameters import require_plain
 
 _OWN_REDUCER = "a gradcomp.Reducer of your own for those parameters"
@@ -128,7 +127,7 @@ def check_module(
 
 def check_hook(state: Any, hook: Callable[..., Any]) -> None:
     """Raise TypeError or ValueError, as torch's register_comm_hook does, for a hook it can't call."""
-    require_callable(state, hook)
+    require_hook(hook, state)
     signature = inspect.signature(hook)
     annotation = signature.parameters["bucket"].annotation
     if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradcomp.comm.bucket import GradBucket, Hook, Hooked, as_real, result_of
+from gradcomp.comm.bucket import GradBucket, Hook, Hooked, as_real, require_hook, result_of
 from gradcomp.comm.pipeline import PipelinedFuture, drop
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 from gradcomp.device import has_streams, require_no_capture
@@ -66,10 +66,7 @@ def hooked_for(whose: str, hook: Any, state: Any, process_group: dist.ProcessGro
         return Hooked(default_hooks.allreduce_hook, resolve_group(whose, process_group))
     if process_group is not None:
         raise ValueError(f"{whose} takes the process group of a hook in its state, not as process_group")
-    if not callable(hook):
-        raise TypeError(
-            f"{whose} takes a hook that is called with a state and a bucket, got {described(hook)}"
-        )
+    require_hook(hook, state, whose)
     return Hooked(hook, state)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.comm.all_reduce import average_in_place, start_all_reduce
-from gradcomp.comm.bucket import GradBucket, Hooked, as_real, result_of
+from gradcomp.comm.bucket import GradBucket, Hooked, as_real, require_hook, result_of
 from gradcomp.comm.exchange import SUM, has_delay
 from gradcomp.comm.process_group import Explaining, resolve_group
 from gradcomp.hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -278,7 +278,7 @@ class BucketCommunicator:
 
     def register(self, hooked: Hooked) -> None:
         """Average with a hook. On kernels no 16-bit hook is called: fill() rounds the gradients."""
-        require_callable(hooked.state, hooked.hook)
+        require_hook(hooked.hook, hooked.state)
         if self.hooked.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         for hook, dtype in ((fp16_compress_hook, torch.float16), (bf16_compress_hook, torch.bfloat16)):
@@ -292,8 +292,6 @@ class BucketCommunicator:
         """Fill a bucket and start its averaging.
 
         is_last: whether the step's later buckets, if any, are left out.
-
-        Raises RuntimeError for a gradient that doesn't fit the bucket, and if the averaging can't start.
         """
         bucket, (hook, state) = self.buckets[number], self.hooked
         operation = Explaining.averaging(number, self._hooks_name, self._group)
@@ -321,8 +319,6 @@ class BucketCommunicator:
 
         kept: unused parameters. A state with take_back gets their averages, flat, less what this rank gave.
         gradients_before: gradients of unused parameters that were in the bucket's own memory.
-
-        Raises RuntimeError if the bucket could not be averaged.
         """
         bucket, hook = self.buckets[number], self.hooked.hook
         with Explaining.averaging(number, self._hooks_name, self._group):
@@ -340,13 +336,6 @@ class BucketCommunicator:
             before = gradients_before.get(bucket.indices[position], before)
             self.hooked.state.take_back(parameter, bucket.average_beyond(position, before))
         bucket.write_back(left_out, self.as_view)
-
-
-def require_callable(state: Any, hook: Any) -> None:
-    """Raise TypeError for a hook that can't be called."""
-    if not callable(hook):
-        swapped = "" if not callable(state) else " register_comm_hook takes (state, hook), got them swapped."
-        raise TypeError(f"Communication hook must be callable.{swapped}")
 
 
 def average_rows(parameter: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

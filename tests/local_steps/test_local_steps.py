@@ -262,7 +262,7 @@ REFUSED = [
     ("ValueError.*no trainable parameters", lambda m, r, g: {"model": nn.Identity()}),
     ("ValueError.*in its state, not as process_group", lambda m, r, g: {**INT4(g), "process_group": g}),
     ("ValueError.*has a state, .* without the hook", lambda m, r, g: {"state": QuantizationState(g)}),
-    ("TypeError.*a hook that is called with .*got 'int4'", lambda m, r, g: {"hook": "int4"}),
+    ("TypeError.*be callable. LocalSteps got 'int4'", lambda m, r, g: {"hook": "int4"}),
     ("TypeError.*LocalSteps.*process_group", lambda m, r, g: {"hook": print, "state": {"own": 1}}),
     ("TypeError.*an object .*, got <class .*Quant", lambda m, r, g: {**INT4(g), "state": QuantizationState}),
     (

@@ -122,9 +122,7 @@ def test_near_misses_say_what_to_pass(rank):
     with pytest.raises(TypeError, match="takes a module, got generator: pass the model itself"):
         gradcomp.DistributedDataParallel(model.parameters())
     ddp = gradcomp.DistributedDataParallel(model)
-    with pytest.raises(
-        TypeError, match=r"must be callable\. register_comm_hook takes \(state, hook\), got them swapped"
-    ):
+    with pytest.raises(TypeError, match=r"must be callable\. .*: state and hook are swapped"):
         ddp.register_comm_hook(default_hooks.allreduce_hook, None)
     model[2].weight = nn.Parameter(dtensor(model[2].weight.detach(), mesh, [dist.tensor.Shard(0)]))
     for construct in (
