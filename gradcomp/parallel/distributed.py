@@ -333,8 +333,8 @@ class _WrappersReducer(Reducer):
         optimizer that is attached after the forward has stepped when backward tells of its parameter.
         """
         self.expect_finished()
-        self._steps_in_backward.look()
-        watched = [self._params[index] for index in self._steps_in_backward.handles]
+        self._hooks.watch()
+        watched = [self._params[index] for index in self._hooks.watched]
         self._stepping = [param for param in watched if optimizers_in_backward(param, detaches=True)]
 
     def expect_accumulation(self) -> None:

@@ -72,6 +72,14 @@ class AccumulateGradHooks:
         be undefined.
     nodes: one per parameter, kept alive here: autograd makes another Python object for a node when no
         reference to the last one exists.
+
+    Hooks before the nodes find parameters that a hook of an optimizer changed in backward, before the ranks'
+    mean was there: one of register_post_accumulate_grad_hook, or of torch's _apply_optimizer_in_backward.
+    Only parameters with such hooks cost time. A hook that only reads is no error.
+
+    watched: handles of these parameters' hooks, by index.
+    num_hooks: RemovableHandle.next_id, the number of the process's hooks, when watch() last asked every
+        parameter, which takes a hundredth of a step.
     """
 
     def __init__(
@@ -81,6 +89,11 @@ class AccumulateGradHooks:
         self.nodes = _nodes_of(params)
         hook = partial(on_ready, weakref.ref(owner))
         self._handles = [node.register_hook(partial(hook, i)) for i, node in enumerate(self.nodes)]
+        self.watched: dict[int, Any] = {}
+        self._task = self.num_hooks = -1
+        # Of parameters, just before a backward accumulated their gradients.
+        self._versions_before: dict[int, int] = {}
+        self.watch()
 
     # Under the name that torch's DDP has in a profiler.
     @torch.autograd.profiler.record_function("torch.distributed.ddp.reducer::search_unused_parameters")
@@ -112,8 +125,50 @@ class AccumulateGradHooks:
                 "before a Reducer is constructed"
             )
 
+    def watch(self) -> None:
+        """Watch the parameters that have got hooks since the last call."""
+        if self.num_hooks == RemovableHandle.next_id:
+            return
+        for index, param in enumerate(self._params):
+            if index not in self.watched and has_hooks_in_backward(param):
+                hook = partial(self._record, weakref.ref(self), index)  # weakly: this holds the node
+                self.watched[index] = self.nodes[index].register_prehook(hook)
+        self.num_hooks = RemovableHandle.next_id
+
+    @staticmethod
+    @not_compiled
+    def _record(hooks: weakref.ref[AccumulateGradHooks], index: int, gradients: Sequence[Any]) -> None:
+        """Note a parameter's version just before a backward accumulates its gradient."""
+        self = hooks()
+        if self is None or gradients[0] is None:
+            return
+        if (task := current_graph_task_id()) != self._task:
+            self._task = task
+            self._versions_before.clear()
+        self._versions_before[index] = self._params[index]._version
+
+    def require_no_steps(self) -> None:
+        """Raise RuntimeError if the backward that ends has changed parameters or taken their gradients."""
+        if self._task != current_graph_task_id():
+            return
+        before, self._versions_before = self._versions_before, {}
+        stepped = [
+            self._names[index]
+            for index, version in before.items()
+            if self._params[index]._version != version or self._params[index].grad is None
+        ]
+        if stepped:
+            raise RuntimeError(
+                f"{listed(stepped)} changed, or without a gradient, when backward ends, before the ranks' "
+                "mean was there. Likely cause: an optimizer that steps in "
+                "register_post_accumulate_grad_hook or in torch's _apply_optimizer_in_backward, with this "
+                "rank's gradient. Step after backward(), when .grad is the mean; "
+                "gradcomp.DistributedDataParallel steps optimizers of _apply_optimizer_in_backward at the "
+                "right time, if they are attached before the forward"
+            )
+
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self.watched.values()):
             handle.remove()
 
 
@@ -166,69 +221,3 @@ def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> No
             )
         tasks.add(task)
         queue_callback(function)
-
-
-class StepsInBackward:
-    """Finds parameters that a hook of an optimizer changed in backward, before the ranks' mean was there.
-
-    Such a hook is one of register_post_accumulate_grad_hook, or of torch's _apply_optimizer_in_backward. Only
-    parameters with such hooks cost time. A hook that only reads is no error.
-
-    handles: of the watched parameters, by index.
-    num_hooks: RemovableHandle.next_id, the number of the process's hooks, when look() last asked every
-        parameter, which takes a hundredth of a step.
-    versions_before: parameters' versions just before a backward accumulated their gradients.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor], names: Sequence[str], nodes: Sequence[Any]):
-        self._params, self._names, self._nodes = params, names, nodes
-        self.handles: dict[int, Any] = {}
-        self._task = self.num_hooks = -1
-        self.versions_before: dict[int, int] = {}
-        self.look()
-
-    def look(self) -> None:
-        """Watch the parameters that have got hooks since the last call."""
-        if self.num_hooks == RemovableHandle.next_id:
-            return
-        for index, param in enumerate(self._params):
-            if index not in self.handles and has_hooks_in_backward(param):
-                hook = partial(self._record, weakref.ref(self), index)  # weakly: the watcher holds the node
-                self.handles[index] = self._nodes[index].register_prehook(hook)
-        self.num_hooks = RemovableHandle.next_id
-
-    @staticmethod
-    @not_compiled
-    def _record(watcher: weakref.ref[StepsInBackward], index: int, gradients: Sequence[Any]) -> None:
-        """Note a parameter's version just before a backward accumulates its gradient."""
-        self = watcher()
-        if self is None or gradients[0] is None:
-            return
-        if (task := current_graph_task_id()) != self._task:
-            self._task = task
-            self.versions_before.clear()
-        self.versions_before[index] = self._params[index]._version
-
-    def require_none(self) -> None:
-        """Raise RuntimeError if the backward that ends has changed parameters or taken their gradients."""
-        if self._task != current_graph_task_id():
-            return
-        before, self.versions_before = self.versions_before, {}
-        stepped = [
-            self._names[index]
-            for index, version in before.items()
-            if self._params[index]._version != version or self._params[index].grad is None
-        ]
-        if stepped:
-            raise RuntimeError(
-                f"{listed(stepped)} changed, or without a gradient, when backward ends, before the ranks' "
-                "mean was there. Likely cause: an optimizer that steps in "
-                "register_post_accumulate_grad_hook or in torch's _apply_optimizer_in_backward, with this "
-                "rank's gradient. Step after backward(), when .grad is the mean; "
-                "gradcomp.DistributedDataParallel steps optimizers of _apply_optimizer_in_backward at the "
-                "right time, if they are attached before the forward"
-            )
-
-    def remove(self) -> None:
-        for handle in self.handles.values():
-            handle.remove()

@@ -32,7 +32,7 @@ from gradcomp.comm.torch_private import current_autograd_node, not_compiled
 from gradcomp.device import require_no_capture
 from gradcomp.rules import RATE
 
-from .autograd import AccumulateGradHooks, StepsInBackward, call_at_end_of_backward, call_when_backward_starts
+from .autograd import AccumulateGradHooks, call_at_end_of_backward, call_when_backward_starts
 from .bucket import BucketCommunicator, Pending, average_rows
 from .parameters import Agreement, Sharing, agree_on_order, check_gradient, named_parameters
 from .usage import FindUnused, StaticGraph, Usage
@@ -120,7 +120,6 @@ class Reducer:
         self._step: Step | None = None
         self._tasks: set[int] = set()  # the graph tasks at whose end _finish is called
         self._hooks = AccumulateGradHooks(self._params, self._names, self, Reducer._on_gradient)
-        self._steps_in_backward = StepsInBackward(self._params, self._names, self._hooks.nodes)
         self._sharing.open()
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
@@ -136,7 +135,6 @@ class Reducer:
     def close(self) -> None:
         """Detach from the parameters: backward goes on without averaging."""
         self._hooks.remove()
-        self._steps_in_backward.remove()
         self._sharing.close()
 
     @contextmanager
@@ -173,11 +171,11 @@ class Reducer:
         self._is_prepared = True
         if isinstance(self._usage, FindUnused):
             self._out_of_reach = self._hooks.out_of_reach(outputs)
-        self._steps_in_backward.look()
+        self._hooks.watch()
         # Weakly, as on the parameters: Python's garbage collector can't see through a node.
         hook = partial(Reducer._on_prepared_backward, weakref.ref(self), self._out_of_reach)
         can_tell = call_when_backward_starts(outputs, hook)
-        self._steps_in_backward.num_hooks = RemovableHandle.next_id  # the outputs' hooks are on no parameter
+        self._hooks.num_hooks = RemovableHandle.next_id  # the outputs' hooks are on no parameter
         # If backwards from these outputs can't be told from others, all until the next call count as theirs.
         self._stays_prepared = self._is_opaque = not can_tell
 
@@ -231,7 +229,7 @@ class Reducer:
         unused: the parameters that this rank doesn't use; () for those that the backward won't reach.
         """
         require_no_capture("the Reducer can't average gradients", self._params[0].device)
-        self._steps_in_backward.look()
+        self._hooks.watch()
         if self._usage is not None and not unused:
             unused = self._usage.unused_by_this_rank(self._out_of_reach)
             if not self._stays_prepared:
@@ -254,8 +252,7 @@ class Reducer:
             step, is_averaged = self._step, False
             is_inner = current_autograd_node() is not None  # within another backward
             try:
-                if self._steps_in_backward.versions_before:
-                    self._steps_in_backward.require_none()
+                self._hooks.require_no_steps()
                 if step is not None and isinstance(self._usage, StaticGraph) and self._usage.is_learning:
                     order = self._usage.learn(is_inner, self._is_prepared)
                     self._hooks.require_attached(order)
