@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ class RepeatedBroadcast:
 
     def __init__(self) -> None:
         self.kept: list[_Chunk] = []
+        self._described: list[Any] = []
 
     def __call__(
         self,
@@ -38,16 +40,13 @@ class RepeatedBroadcast:
         compare: Callable[[], None] = lambda: None,
     ) -> None:
         chunks = list(_chunks(tensors))
-        if [chunk.descriptions for chunk in self.kept] != [_described(chunk) for chunk in chunks]:
+        described = [(each.dtype, each.device, each.shape) for each in tensors]
+        if described != self._described:
             compare()
             with torch.inference_mode(False):
-                self.kept = [_Chunk(chunk) for chunk in chunks]
+                self.kept, self._described = [_Chunk(chunk) for chunk in chunks], described
         for kept, chunk in zip(self.kept, chunks, strict=True):
             kept.broadcast(chunk, src, group)
-
-
-def _described(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size]]:
-    return [(tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -83,7 +82,6 @@ class _Chunk:
     """The wire of some tensors: one buffer of bytes with a part for every dtype."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self.descriptions = _described(tensors)
         of_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             of_dtype.setdefault(tensor.dtype, []).append(index)
