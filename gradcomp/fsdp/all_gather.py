@@ -232,7 +232,6 @@ def all_gathers(
     found = []
     for group in groups:
         shards = group.shard_group
-        assert shards is not None
         if shards not in nodes:
             of_group = nodes_in(_WHOSE, per_node, shards, group.device)
             nodes[shards] = of_group.ranks_per_node if of_group else 1

@@ -104,10 +104,9 @@ def require_agreement(
 
     compare: Callable[[], Any] = partial(bool)  # nothing before the first comparison
     for shard_group in {id(group.shard_group): group.shard_group for group in groups}.values():
-        assert shard_group is not None
         compare = partial(raise_on_all, whose, compare, shard_group, device, advice, values)
     if replicate_group is not None:
-        places = [group.shard_group and group.shard_group.rank() for group in groups]
+        places = [group.shard_group.rank() for group in groups]
         values = values | {"rank in the shard mesh": places}
         compare = partial(raise_on_all, whose, compare, replicate_group, device, advice, values)
     compare()

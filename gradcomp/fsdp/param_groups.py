@@ -70,10 +70,9 @@ class ParamGroup:
         require_names(mesh, "shard_mesh_dim", "replicate_mesh_dim")
         shards, replicates = mesh.shard_mesh_dim is not None, mesh.replicate_mesh_dim is not None
         require_names(mesh, *["shard_process_group"] * shards, *["replicate_process_group"] * replicates)
-        self.shard_group: dist.ProcessGroup | None = mesh.shard_process_group if shards else None
+        self.shard_group: Any = mesh.shard_process_group if shards else None  # checked_groups refuses None
         self.replicate_group: dist.ProcessGroup | None = mesh.replicate_process_group if replicates else None
-        scatters = None if self.shard_group is None else group._reduce_scatter_process_group
-        self.reduce_scatter_group: dist.ProcessGroup | None = scatters
+        self.reduce_scatter_group: Any = self.shard_group and group._reduce_scatter_process_group
         self.placeholders = [
             torch.empty(each.padded_sharded_param_size, dtype=each.sharded_param.dtype, device="meta")
             for each in group.fsdp_params

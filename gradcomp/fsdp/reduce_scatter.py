@@ -112,7 +112,6 @@ def check_reduce_scatter(
     groups = checked_groups(whose, model)
     require_default(whose, groups, "reduce_scatter")
     shard_group = groups[0].reduce_scatter_group
-    assert shard_group is not None
     for group in groups:
         if group.reduce_scatter_group is not shard_group:
             both = shard_group, group.reduce_scatter_group
