@@ -47,11 +47,9 @@ class AutoOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         given: Any = self.candidates
-        if isinstance(given, str) or not isinstance(given, Iterable):
-            raise ValueError(f"candidates is {given!r}, but must be a list of names, such as {CANDIDATES}")
-        names = tuple(given)
+        names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else ()
         if not names:
-            raise ValueError("candidates is empty: name at least one, such as 'none'")
+            raise ValueError(f"candidates is {given!r}, but must be a list of names, such as {CANDIDATES}")
         for name in names:
             NamedHook.named(name if isinstance(name, str) else repr(name))
             if name.startswith("batched") or ":start" in name:

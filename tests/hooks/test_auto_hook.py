@@ -402,7 +402,7 @@ def test_the_recorder_has_the_choice():
     [
         ({"candidates": ["none", "int3"]}, "there is no hook 'int3'; known are none"),
         ({"candidates": [8]}, "there is no hook '8'"),
-        ({"candidates": []}, "candidates is empty"),
+        ({"candidates": []}, r"candidates is \[\], but must be a list"),
         ({"candidates": "none"}, "candidates is 'none', but must be a list of names"),
         ({"candidates": ["none", "int4", "none"]}, "candidates has 'none' twice"),
         ({"tolerance": 1.0}, "tolerance is 1.0, but must be a number of at least 0 and below 1"),
