@@ -117,16 +117,12 @@ class LocalSteps:
         self._num_since = self._num_exchanges = self._num_begun = self._num_active = 0
         self._under_way: Exchange | None = None
         self._common = CommonWeights(self._own.params, outer_optimizer)
+        self.outer_optimizer: torch.optim.Optimizer = self._common.optimizer
         self._keys = self._own.keys()
         # The state may average the model's gradients, too.
         named = ((f"local_steps({name})", each) for name, each in self._keys.items())
         self._hooked.tell("number_parameters", named)
         self._meet(is_new=True)
-
-    @property
-    def outer_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that applies averaged pseudo-gradients to the common weights."""
-        return self._common.optimizer
 
     @property
     def every(self) -> int:
@@ -208,7 +204,6 @@ class LocalSteps:
         given = self._hooked.group if has_state else self._hooked.state
         self._group = group = resolve_group("LocalSteps", given, "process_group")
         self._device = device_for(group, self._common.shards.values())
-        self._hooks_name = f"{self._hooked.name} in LocalSteps"
         require_all_ranks("LocalSteps", "train by local steps", group, "Make it on every rank")
         source, most = furthest(1 if is_new else 2 + self._num_exchanges, group, self._device)
         are_all_new = most == 1
@@ -279,7 +274,7 @@ class LocalSteps:
             [moved[name] for name in names],
             [self._keys[name] for name in names],
             self._hooked,
-            self._hooks_name,
+            f"{self._hooked.name} in LocalSteps",
             self._group,
             indices=((self._num_begun - 1) % num_fragments, num_fragments),
             waits_at_once=waits_at_once,

@@ -119,14 +119,14 @@ class CommonWeights:
             for name, each in params.items()
         }
         self.shards = {name: local_of(each) for name, each in self._params.items()}
-        of = {id(each): self._params[name] for name, each in params.items()}
-        entries = {of[id(each)]: entry for each, entry in optimizer.state.items() if id(each) in of}
+        common = {id(each): self._params[name] for name, each in params.items()}
+        entries = {common[id(each)]: entry for each, entry in optimizer.state.items() if id(each) in common}
         optimizer.state = type(optimizer.state)(dict, entries)
         for group in optimizer.param_groups:
             if "param_names" in group:
-                known = [id(each) in of for each in group["params"]]
+                known = [id(each) in common for each in group["params"]]
                 group["param_names"] = list(compress(group["param_names"], known))
-            group["params"] = [of[id(each)] for each in group["params"] if id(each) in of]
+            group["params"] = [common[id(each)] for each in group["params"] if id(each) in common]
 
     def minus(self, weights: Tensors) -> Tensors:
         """Return the pseudo-gradients of weights: how far they are from the common ones, as first rounded."""
