@@ -8,10 +8,11 @@ ranks share a process, so this module exchanges the group, the generator and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -53,56 +54,48 @@ class Identity:
 
     def __init__(self, worlds: Sequence[SimpleNamespace], modules: Sequence[dict[str, Any]] = ()) -> None:
         self._worlds, self._modules = worlds, modules
-        self._variables = [self._copied() for _ in worlds]
-        generators = [torch.Generator().manual_seed(rank) for rank in range(len(worlds))]
-        self._random = [generator.get_state() for generator in generators]
-        self._rank: int | None = None
+        self._rank: int | None = None  # no rank's, but the process's own
         self._left = False
+        states = [torch.Generator().manual_seed(rank).get_state() for rank in range(len(worlds))]
+        self._kept: dict[int | None, tuple[Any, torch.Tensor, list[dict[str, Any]]]] = {
+            rank: (world, states[rank], self._variables()) for rank, world in enumerate(worlds)
+        }
 
-    def _copied(self) -> list[dict[str, Any]]:
+    def _variables(self) -> list[dict[str, Any]]:
         return [dict(module) for module in self._modules]
 
-    def _restore(self, variables: list[dict[str, Any]]) -> None:
+    def __enter__(self) -> Identity:
+        self._name_of = name_of = distributed_c10d._process_group_name
+        # Groups that only their members make are named by a hash of the ranks, which is equal on these ranks.
+        distributed_c10d._process_group_name = lambda ranks, **_: name_of(ranks, use_hashed_name=False)
+        return self
+
+    def become(self, rank: int | None) -> None:
+        if rank == self._rank or self._left:
+            return
+        own = distributed_c10d._world, torch.default_generator.get_state(), self._variables()
+        self._kept[self._rank], self._rank = own, rank
+        distributed_c10d._world, random, variables = self._kept[rank]
+        torch.default_generator.set_state(random)
         for module, values in zip(self._modules, variables, strict=True):
             for name in module.keys() - values.keys():
                 if not isinstance(module[name], ModuleType):  # which Python imports once
                     del module[name]
             module.update(values)
 
-    def __enter__(self) -> Identity:
-        self._caller = (distributed_c10d._world, torch.default_generator.get_state(), self._copied())
-        self._name_of = name_of = distributed_c10d._process_group_name
-        # Groups that only their members make are named by a hash of the ranks, which is equal on these ranks.
-        distributed_c10d._process_group_name = lambda ranks, **_: name_of(ranks, use_hashed_name=False)
-        return self
-
-    def become(self, rank: int) -> None:
-        if rank == self._rank or self._left:
-            return
-        if self._rank is not None:
-            self._random[self._rank] = torch.default_generator.get_state()
-            self._variables[self._rank] = self._copied()
-        self._restore(self._variables[rank])
-        torch.default_generator.set_state(self._random[rank])
-        distributed_c10d._world = self._worlds[rank]  # type: ignore[assignment]
-        self._rank = rank
-
     def __exit__(self, *_: Any) -> None:
+        self.become(None)
         self._left = True  # threads that could not be ended must not change the rank
-        distributed_c10d._world, random, variables = self._caller
-        self._restore(variables)
         distributed_c10d._process_group_name = self._name_of
-        torch.default_generator.set_state(random)
         for world in self._worlds:
             for group, name in world.pg_names.items():
                 if group is not world.default_pg:
                     torch._C._distributed_c10d._unregister_process_group(name)
 
 
-@contextmanager
 def futures_by(
     pause: Callable[[torch.futures.Future[Any]], None], later: Callable[[Callable[[], object]], None]
-) -> Iterator[None]:
+) -> AbstractContextManager[Any]:
     """Make every future call `pause` before it blocks, and run its callbacks by `later` when it is done.
 
     On real ranks, too, one that waits for a future may go on before its callbacks run.
@@ -121,10 +114,4 @@ def futures_by(
         then(future, lambda _: later(lambda: called.set_result(None)))
         return then(called, lambda _: callback(future))
 
-    torch._C.Future.wait = wait  # type: ignore[method-assign, assignment]
-    torch._C.Future.then = then_later  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch._C.Future.wait = original  # type: ignore[method-assign]
-        torch._C.Future.then = then  # type: ignore[method-assign]
+    return mock.patch.multiple(torch._C.Future, wait=wait, then=then_later)
