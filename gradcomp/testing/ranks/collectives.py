@@ -97,18 +97,13 @@ class SimulatedWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until every rank has issued the collective and the output tensors are filled."""
-        self.simulation.wait(self)
+        self.simulation.pause(self.is_completed, self)
         return True
 
     synchronize = wait  # torch's returns nothing
 
     def is_completed(self) -> bool:
         return self.done
-
-    is_success = is_completed
-
-    def exception(self) -> None:
-        return None
 
     def result(self) -> list[Tensor]:
         self.wait()

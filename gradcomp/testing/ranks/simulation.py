@@ -22,7 +22,6 @@ collectives are in flight and mismatches are found, unlike with torch's own thre
 from __future__ import annotations
 
 import ctypes
-import linecache
 import random
 import sys
 import threading
@@ -32,7 +31,6 @@ from contextlib import ExitStack, suppress
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -55,8 +53,7 @@ class CollectiveMismatch(RankError):  # noqa: N818 its name says what went wrong
 
 _GRADCOMP, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
 
-# Pairs of a function's code and a line number, innermost first.
-CallSite = tuple[tuple[CodeType, int], ...]
+CallSite = tuple[traceback.FrameSummary, ...]  # innermost first
 
 
 @cache
@@ -93,11 +90,12 @@ def _variables_of(values: Sequence[Any]) -> list[dict[str, Any]]:
 
 def call_site() -> CallSite:
     """Find the calling line and, if it is in gradcomp or torch's hooks, the user's line that led to it."""
-    lines: list[tuple[CodeType, int]] = []
+    lines: list[traceback.FrameSummary] = []
     for frame, line in traceback.walk_stack(sys._getframe(1)):
-        owner = _owner(frame.f_code.co_filename)
+        code = frame.f_code
+        owner = _owner(code.co_filename)
         if owner == "user" or (owner == "library" and not lines):
-            lines.append((frame.f_code, line))
+            lines.append(traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False))
         if owner == "user":
             break
     return tuple(lines)
@@ -105,11 +103,7 @@ def call_site() -> CallSite:
 
 def shown(site: CallSite) -> str:
     """Format the call site as text, one line per line of code: file:line, function and source."""
-    return "\n".join(
-        f"    {code.co_filename}:{line} in {code.co_name}: "
-        f"{linecache.getline(code.co_filename, line).strip()}"
-        for code, line in site
-    )
+    return "\n".join(f"    {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in site)
 
 
 class _Stopped(BaseException):
@@ -216,16 +210,11 @@ class Simulation:
             if problem := shape_mismatch(works):
                 self._mismatch(f"{place}: {problem}", members)
             self._pending.append(partial(self._carry_out, works))
-        self._pause()
+        self.pause()
         return work
 
     def _mismatch(self, problem: str, members: dict[int, SimulatedWork]) -> None:
         self.fail(CollectiveMismatch("\n".join([problem, *_issuers(members)])))
-
-    def wait(self, work: SimulatedWork) -> None:
-        """Let other ranks run until the work is done."""
-        self._task("waiting for a collective")
-        self._pause(work.is_completed, work)
 
     def new_group(self, ranks: Sequence[int]) -> SimulatedProcessGroup:
         """Make the running rank's process group for a new group of these global ranks."""
@@ -237,7 +226,7 @@ class Simulation:
 
     def _wait_for(self, future: torch.futures.Future[Any]) -> None:
         if threading.current_thread() is self._running:
-            self._pause(future.done, "a future")
+            self.pause(future.done, "a future")
 
     def _later(self, function: Callable[[], object]) -> None:  # on a new thread, as the running rank
         self._pending.append(partial(self._call_back, self._task("a callback").rank, function))
@@ -263,10 +252,9 @@ class Simulation:
             raise RuntimeError(f"{what}, on a thread that isn't a simulated rank's: run it with ranks='gloo'")
         return task
 
-    def _pause(self, until: Callable[[], bool] | None = None, waits_for: object = None) -> None:
+    def pause(self, until: Callable[[], bool] | None = None, waits_for: object = None) -> None:
         """Let other tasks run. Return when `until()` holds and this task is scheduled again."""
-        task = self._running
-        assert task is not None
+        task = self._task("waiting for a collective")
         self._num_pauses += 1
         if until is not None:
             task.until, task.waits_for, task.site = until, waits_for, call_site()
