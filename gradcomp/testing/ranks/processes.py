@@ -30,8 +30,6 @@ _START_TIMEOUT_S = 120.0
 # After a rank has failed, its peers may wait for it. This is their time to report their own errors.
 _REPORT_TIMEOUT_S = 5.0
 
-# (succeeded, value or traceback)
-_Outcome = tuple[bool, Any]
 _Context = SpawnContext | ForkServerContext
 
 
@@ -100,20 +98,19 @@ class Pool:
             store = ranks[0].stack.with_name(f"store-{self._num_jobs}")
             for rank in ranks:
                 rank.connection.send((world_size, str(store), timeout_s, payload))
-            outcomes = _collect(ranks, timeout_s)
-            report = "" if _succeeded(ranks, outcomes) else _report(ranks, outcomes)
-            if all(rank in outcomes and rank.process.is_alive() for rank in ranks):
+            values, report = _collect(ranks, timeout_s)
+            if all(rank in values and rank.process.is_alive() for rank in ranks):
                 on_failure.pop_all()
             if report:
                 raise RankError(report)
-            return [outcomes[rank][1] for rank in ranks]
+            return [values[rank] for rank in ranks]
 
     def _ready(self, world_size: int) -> list[_Rank]:
         self._folder = self._folder or tempfile.TemporaryDirectory()
         num_started, folder = len(self._ranks), Path(self._folder.name)
         self._ranks.extend(_Rank(number, folder, self._context) for number in range(num_started, world_size))
-        starting = self._ranks[num_started:]
-        if not _succeeded(starting, _collect(starting, _START_TIMEOUT_S)):
+        _, report = _collect(self._ranks[num_started:], _START_TIMEOUT_S)
+        if report:
             raise RankError(
                 "the processes of ranks='gloo' did not start. They import the program's main module: a "
                 f"script must run its own work under `{GUARD}`"
@@ -130,37 +127,31 @@ class Pool:
         self._folder = None
 
 
-def _collect(ranks: list[_Rank], timeout_s: float) -> dict[_Rank, _Outcome]:
-    """Collect the ranks' outcomes in the order of arrival. A rank that exceeds timeout_s has none."""
+def _collect(ranks: list[_Rank], timeout_s: float) -> tuple[dict[_Rank, Any], str]:
+    """Return the ended ranks' values or tracebacks, and a report on all ranks unless all have succeeded.
+
+    The report is in order of arrival, then has the stacks of the ranks that exceeded timeout_s.
+    """
     deadline = time.monotonic() + timeout_s
-    outcomes: dict[_Rank, _Outcome] = {}
-    while len(outcomes) < len(ranks) and (left := deadline - time.monotonic()) > 0:
-        waiting: dict[Any, _Rank] = {rank.connection: rank for rank in ranks if rank not in outcomes}
+    values: dict[_Rank, Any] = {}
+    reports, has_failed = [], False
+    while len(values) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+        waiting: dict[Any, _Rank] = {rank.connection: rank for rank in ranks if rank not in values}
         for connection in wait(list(waiting), left):
             rank = waiting[connection]
             try:
-                outcomes[rank] = pickle.loads(rank.connection.recv_bytes())
+                succeeded, values[rank] = pickle.loads(rank.connection.recv_bytes())
             except (EOFError, ConnectionResetError):
                 rank.process.join(1)
-                outcomes[rank] = (False, f"the process died, exit code {rank.process.exitcode}")
-            if not outcomes[rank][0]:
-                deadline = min(deadline, time.monotonic() + _REPORT_TIMEOUT_S)
-    return outcomes
-
-
-def _succeeded(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> bool:
-    return all(rank in outcomes and outcomes[rank][0] for rank in ranks)
-
-
-def _report(ranks: list[_Rank], outcomes: dict[_Rank, _Outcome]) -> str:
-    """Describe the ranks: traceback or "returned", in order of arrival; then stacks of the unfinished."""
-    reports = [
-        f"rank {ranks.index(rank)} {'returned' if succeeded else 'failed: ' + text}"
-        for rank, (succeeded, text) in outcomes.items()
-    ]
-    missing = [rank for rank in ranks if rank not in outcomes]
+                succeeded, values[rank] = False, f"the process died, exit code {rank.process.exitcode}"
+            reports.append(
+                f"rank {ranks.index(rank)} {'returned' if succeeded else f'failed: {values[rank]}'}"
+            )
+            if not succeeded:
+                has_failed, deadline = True, min(deadline, time.monotonic() + _REPORT_TIMEOUT_S)
+    missing = [rank for rank in ranks if rank not in values]
     reports += [f"rank {ranks.index(rank)} did not finish in time:\n{rank.dump_stack()}" for rank in missing]
-    return "\n".join(reports)
+    return values, "\n".join(reports) if has_failed or missing else ""
 
 
 def _serve(connection: Connection, rank: int, stack: Path) -> None:
