@@ -117,7 +117,7 @@ def workloads(
         "dtype": st.just(torch.float32),
         "spectra": st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple),
         "rank": st.integers(1, 4),
-        "log2_scale": st.lists(scale, max_size=most),
+        "log2_scale": st.lists(scale, max_size=most).map(tuple),
         "sparsity": st.sampled_from((0.0, 0.5, 0.9)),
         "noise": st.sampled_from((0.0, 0.1, 1.0, 10.0)),
         "drift": st.sampled_from((0.0, 0.1, 1.0)),
@@ -129,29 +129,11 @@ def workloads(
 
 
 def _workload(
-    shapes: list[Shape],
-    same_shapes: bool,
-    cuts: list[bool],
-    reverse: bool,
-    spectra: tuple[Spectrum, ...],
-    log2_scale: list[int],
-    **options: Any,
+    shapes: list[Shape], same_shapes: bool, cuts: list[bool], reverse: bool, **options: Any
 ) -> Workload:
     num = len(shapes)
-    return Workload(
-        shapes=tuple(shapes[:1] * num if same_shapes else shapes),  # like the layers of a deep model
-        buckets=buckets_of(num, cuts, reverse),
-        # The last value applies to all further tensors, so it needs no repetition.
-        spectra=_without_repetition(spectra[:num]),
-        log2_scale=_without_repetition(tuple(log2_scale[:num])),
-        **options,
-    )
-
-
-def _without_repetition(values: tuple) -> tuple:  # type: ignore[type-arg]
-    while len(values) > 1 and values[-1] == values[-2]:
-        values = values[:-1]
-    return () if values == (0,) else values
+    alike = shapes[:1] * num if same_shapes else shapes  # like the layers of a deep model
+    return Workload(tuple(alike), buckets_of(num, cuts, reverse), **options)
 
 
 @dataclass(frozen=True)
