@@ -203,11 +203,13 @@ def reload(
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # PowerSGD states warn that process groups are not saved
     try:
-        if safe or not hasattr(state, "load_state_dict"):
-            loaded = _saved_and_loaded(state, weights_only=safe)
-        else:
+        by_dict, file = not safe and hasattr(state, "load_state_dict"), io.BytesIO()
+        torch.save(state.state_dict() if by_dict else state, file)
+        file.seek(0)
+        loaded = saved = torch.load(file, weights_only=safe)
+        if by_dict:
             loaded = make_state(process_group)
-            loaded.load_state_dict(_saved_and_loaded(state.state_dict(), weights_only=False))
+            loaded.load_state_dict(saved)
     except Exception as error:  # a state's own methods may raise anything
         raise CheckpointError(f"{what}: {in_words(error)}") from error
     finally:
@@ -215,13 +217,6 @@ def reload(
     if hasattr(loaded, "process_group"):
         loaded.process_group = process_group
     return loaded
-
-
-def _saved_and_loaded(value: Any, weights_only: bool) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
 
 
 # The types of objects that a state may refer to without owning them.
