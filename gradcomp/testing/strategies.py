@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from hypothesis.strategies import SearchStrategy
 from gradcomp.testing.claims import PROBE, Claims
 from gradcomp.testing.workload import Shape, Spectrum, Workload
 
-__all__ = ["buckets_of", "shapes", "workloads"]
+__all__ = ["shapes", "workloads"]
 
 # Small dimensions, primes, powers of two and their neighbors.
 DIMS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 24, 31, 32, 33, 47, 64)
@@ -74,22 +74,6 @@ def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
     return of_any_size.filter(lambda shape: math.prod(shape) <= max_numel)
 
 
-def buckets_of(
-    num_tensors: int, cuts: Sequence[bool] = (), reverse: bool = False
-) -> tuple[tuple[int, ...], ...]:
-    """Divide tensors 0 … num_tensors − 1 into buckets, which end at the positions where `cuts` is True.
-
-    reverse: take the tensors in reverse order, like DDP.
-    """
-    order = list(range(num_tensors))[:: -1 if reverse else 1]
-    buckets = [[order[0]]]
-    for position, index in enumerate(order[1:]):
-        if position < len(cuts) and cuts[position]:
-            buckets.append([])
-        buckets[-1].append(index)
-    return tuple(map(tuple, buckets))
-
-
 def workloads(
     *,
     tensors: SearchStrategy[Shape] | None = None,
@@ -133,7 +117,10 @@ def _workload(
 ) -> Workload:
     num = len(shapes)
     alike = shapes[:1] * num if same_shapes else shapes  # like the layers of a deep model
-    return Workload(tuple(alike), buckets_of(num, cuts, reverse), **options)
+    order = range(num)[:: -1 if reverse else 1]  # in reverse, like DDP
+    ends = [position for position, is_end in enumerate(cuts[: num - 1], 1) if is_end]
+    buckets = tuple(tuple(order[start:end]) for start, end in pairwise([0, *ends, num]))
+    return Workload(tuple(alike), buckets, **options)
 
 
 @dataclass(frozen=True)
