@@ -139,20 +139,8 @@ class Claims:
         """Return whether a lossy hook averages tensors of this shape exactly."""
         return self.exact_shapes is not None and self.exact_shapes(shape)
 
-    def unit_roundoff(self, dtype: torch.dtype) -> float:
-        """Return the unit roundoff of the bucket's dtype or of `precision`, whichever is coarser."""
-        return max(unit_roundoff(dtype), unit_roundoff(self.precision))
-
-    def feedback_roundoff(self, dtype: torch.dtype) -> float:
-        """Return the unit roundoff that error feedback doesn't compensate in a bucket of this dtype.
-
-        A hook that averages compensates the rounding to its own precision, a lossy one may not.
-        """
-        rounded = unit_roundoff(dtype) if self.tolerance else self.unit_roundoff(dtype)
-        return max(rounded, unit_roundoff(self.feedback_precision))
-
     def exact(self, dtype: torch.dtype) -> Tolerance:
-        """Return the tolerance of averages without compression in a bucket of this dtype."""
+        """Return the tolerance of averages in a bucket's dtype or in `precision`, whichever is coarser."""
         return Tolerance.rounding(max(dtype, self.precision, key=unit_roundoff))
 
     def tolerance_in(self, dtype: torch.dtype) -> Tolerance | None:

@@ -167,7 +167,7 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
     )
     run = subject.finite_run(workload)
     coarser = max(workload.dtype, claims.precision, key=unit_roundoff)
-    roundings = ROUNDINGS_OF_FACTORS[coarser] * claims.unit_roundoff(workload.dtype)
+    roundings = ROUNDINGS_OF_FACTORS[coarser] * unit_roundoff(coarser)
     for output in run.each_output(claims.start):
         allowed = roundings * workload.norm(output.step, output.index)
         allowed += claims.underflow(workload, output.index)
@@ -205,7 +205,7 @@ def contraction(subject: Subject, workload: Workload) -> Iterator[float]:
         for i, step in enumerate(range(claims.start, num_steps)):
             given = bucket.means[i] + (bucket.held[i] if claims.error_feedback else 0.0)
             size, lost = float(given.norm()), float((given - bucket.outputs[i]).norm())
-            allowed = (math.sqrt(1 - least) + 4 * claims.unit_roundoff(workload.dtype)) * size
+            allowed = (math.sqrt(1 - least) + 4 * claims.exact(workload.dtype).relative) * size
             rounding = bucket.rounding[i + 1] * math.sqrt(given.numel())
             if lost > allowed + (rounding if size else 0.0):
                 found = 1 - (lost / size) ** 2 if size else -math.inf
@@ -240,7 +240,10 @@ class BucketSteps:
         """Yield the steps of each bucket on each rank."""
         workload = run.workload
         steps = range(claims.start, workload.num_steps)
-        roundings = ROUNDINGS_OF_A_STEP * claims.feedback_roundoff(workload.dtype)
+        # A hook that averages compensates the rounding to its own precision, a lossy one may not.
+        lost_in = claims.precision if claims.is_lossy else workload.dtype
+        dtypes = (workload.dtype, claims.feedback_precision, lost_in)
+        roundings = ROUNDINGS_OF_A_STEP * max(map(unit_roundoff, dtypes))
         lost_below = 2 * workload.world_size * claims.exact(workload.dtype).absolute
         for bucket, indices in enumerate(workload.buckets):
             means = torch.stack([flat(workload.mean(step)[index] for index in indices) for step in steps])
@@ -297,7 +300,7 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     direction = first.mean(0)
     sums = second @ (direction / direction.norm().clamp(min=1e-300))
     bias, n = float(sums.mean()), len(sums)
-    rounding = 2 * workload.world_size * claims.unit_roundoff(workload.dtype)
+    rounding = 2 * workload.world_size * claims.exact(workload.dtype).relative
     allowed = rounding * float((mean / unit).norm()) + rounding * float(draws.abs().max())
     if abs(bias) <= allowed:
         yield 0.0
@@ -387,7 +390,7 @@ def variance(subject: Subject, workload: Workload) -> Iterator[float]:
         "a step and the next one": ((one * other).sum(0) / norms.clamp(min=1e-300)).mean(),
     }
     for whose, share in shared.items() if one.shape[1] >= LEAST_ELEMENTS else ():
-        if share > SHARED_NOISE and found.mean() > subject.claims.unit_roundoff(workload.dtype):
+        if share > SHARED_NOISE and found.mean() > subject.claims.exact(workload.dtype).relative:
             raise PropertyFailure(
                 f"{over}: {whose} share {share:.0%} of the noise, at most {SHARED_NOISE:.0%} expected: "
                 "each element needs random numbers of its own in every step"

@@ -271,6 +271,6 @@ def _differences(subject: Subject, workload: Workload, power: int = 0, **change:
             allowed = 2 * tolerance.allowed(in_one, step, index)
             yield require_close(output, expected.average, got, allowed, whose)
         else:
-            half = claims.unit_roundoff(workload.dtype) ** HALF_OF_THE_DIGITS
+            half = claims.exact(workload.dtype).relative ** HALF_OF_THE_DIGITS
             limit = half * workload.norm(step, index) + 2 * underflows * claims.underflow(workload, index)
             yield require_close_in_norm(output, expected.average, got, limit, whose)
