@@ -301,8 +301,6 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return list(whole.view(self.size(), *part.shape).unbind())
 
     def _split(self, name: str, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-        if not sizes and tensor.shape[0] % self.size():
-            raise RuntimeError(f"{name}: {tensor.shape[0]} rows do not divide by {self.size()} ranks")
         sizes = list(sizes) or [tensor.shape[0] // self.size()] * self.size()
         if sum(sizes) != tensor.shape[0]:
             raise RuntimeError(f"{name}: split sizes {sizes} do not add up to {tensor.shape[0]} rows")
@@ -378,11 +376,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _refuse(method: str) -> Callable[..., NoReturn]:
-    # torch 2.15 has gather_single, for NCCL.
-    instead = "gloo has none either" if method.startswith("gather_") else "run with ranks='gloo'"
-
     def refused(self: SimulatedProcessGroup, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"simulated ranks have no {method}: {instead}")
+        raise NotImplementedError(f"simulated ranks have no {method}: run with ranks='gloo'")
 
     return refused
 
