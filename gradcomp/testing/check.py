@@ -222,6 +222,7 @@ class _Search:
     what: the search in words, to show the progress.
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
     failure, first: the last failure, and the first one.
+    measured: the measured value, if any, of each workload on which the property holds.
     printed: the last lines that the hook printed when it failed again.
     too_slow: the reason why the time is over; "" if it isn't.
     """
@@ -231,9 +232,8 @@ class _Search:
     what: str
     known: tuple[type[AssertionError], ...] = ()
     failure: Failure | None = None
-    measured: list[float] = field(default_factory=list)
+    measured: list[float | None] = field(default_factory=list)
     num_tried: int = 0
-    num_examples: int = 0
     num_passed_over: int = 0
     first: Failure | None = None
     printed: Sequence[str] = ()
@@ -279,9 +279,7 @@ class _Search:
             self.failure = Failure(self.searched.name, workload, str(error))
             self.first = self.first or self.failure
             return True
-        self.num_examples += 1
-        if measured is not None:
-            self.measured.append(measured)
+        self.measured.append(measured)
         return False
 
     def verdict(self) -> Verdict:
@@ -289,16 +287,15 @@ class _Search:
             message = self.failure.message.removeprefix(f"{self.searched.name}: ")
             return Verdict("fails", note=shorten(message.splitlines()[0], 90, placeholder="…"))
         if self.too_slow:
-            return Verdict("not checked", None, self.num_examples, self.too_slow)
+            return Verdict("not checked", None, len(self.measured), self.too_slow)
         if self.first is not None:
             note = f"not every time: {self.first.message.splitlines()[0]}"
             return Verdict("not checked", note=shorten(note, 160, placeholder="…"))
-        if not self.num_examples:
+        if not self.measured:
             return Verdict("not checked", note="no example in which the hook completes with finite averages")
-        measured, note = None, ""
-        if self.measured:
-            measured, note = self.searched.worst(self.measured), self.searched.measure
-        return Verdict("holds", measured, self.num_examples, note, self.num_passed_over)
+        values = [each for each in self.measured if each is not None]
+        worst, note = (self.searched.worst(values), self.searched.measure) if values else (None, "")
+        return Verdict("holds", worst, len(self.measured), note, self.num_passed_over)
 
 
 def _show(progress: str) -> None:
