@@ -151,8 +151,6 @@ def exact_up_to_rank(subject: Subject, workload: Workload) -> Iterator[float]:
 
     P = M Q spans the columns of M if rank M ≤ r (Vogels et al., PowerSGD, NeurIPS 2019, section 3). c allows
     for P's condition number; see ROUNDINGS_OF_FACTORS. The spectra are replaced by low_rank with rank r.
-
-    Yields error / tolerance.
     """
     claims = subject.claims
     assert claims.exact_rank is not None
@@ -285,8 +283,6 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
 
     The property fails if t is above a quantile of Student's distribution of n − 1 degrees of freedom: an
     unbiased hook with a probability of about 1e-6. A bias within rounding is allowed.
-
-    Yields t.
     """
     claims = subject.claims
     workload, means, outputs = _in_turn(subject, replace(workload, drift=1.0))
@@ -370,8 +366,6 @@ def variance(subject: Subject, workload: Workload) -> Iterator[float]:
     but moves all weights together: at most half of Σ‖noise‖² may be in one direction. And the noise of
     an element in one step may have a correlation of at most a half, on average over the elements, with its
     noise in the next step; a negative one cancels noise. Both are checked from 64 elements on.
-
-    Yields ω.
     """
     claimed = subject.claims.variance
     assert claimed is not None

@@ -187,8 +187,6 @@ def bounded_memory(subject: Subject, workload: Workload) -> Iterator[float]:
 
     4096 bytes more are allowed for each tensor and each bucket. All tensors reachable from the state count,
     one per storage. After the second compressed step their bytes must not grow.
-
-    Yields the state's bytes / the gradients' bytes.
     """
     claims = subject.claims
     assert claims.memory is not None

@@ -214,10 +214,7 @@ def deterministic(subject: Subject, workload: Workload) -> None:
 
 @property_of("scale_equivariant", measure="difference / tolerance ≤")
 def scale_equivariant(subject: Subject, workload: Workload) -> Iterator[float]:
-    """C(2^k M) = 2^k C(M), for 2^4 and 2^-4; allowed is a difference as in `rank_permutation`.
-
-    Yields difference / allowed difference.
-    """
+    """C(2^k M) = 2^k C(M), for 2^4 and 2^-4; allowed is a difference as in `rank_permutation`."""
     for power in (4, -4):
         yield from _differences(subject, workload, power, log2_factor=workload.log2_factor + power)
 
@@ -228,8 +225,6 @@ def rank_permutation(subject: Subject, workload: Workload) -> Iterator[float]:
 
     With the ranks in reverse order the outputs are equal within twice the tolerance of averages. For a lossy
     hook, ‖difference‖ ≤ √u · max ‖gradient‖ up to its first compressed step: rounding errors grow later.
-
-    Yields difference / allowed difference.
     """
     order = workload.order or tuple(range(workload.world_size))
     return _differences(subject, workload, order=order[::-1])
@@ -240,8 +235,6 @@ def bucket_insensitive(subject: Subject, workload: Workload) -> Iterator[float]:
     """The outputs don't depend on the assignment of tensors to buckets: all in one, or each in its own.
 
     Allowed is a difference as in `rank_permutation`.
-
-    Yields difference / allowed difference.
     """
     each_alone = tuple((index,) for index in reversed(range(len(workload.shapes))))
     for buckets in (workload.buckets_in_one, each_alone):
