@@ -411,10 +411,8 @@ def _variance(run: Run, start: int) -> float:
 def _density(run: Run, start: int) -> float:
     """Return nonzero averages / nonzero means / W: ranks may send different elements."""
     outputs = [each for each in run.each_output(start) if not each.index]
-    sent, given = (
-        sum(int(tensor.count_nonzero()) for tensor in tensors)
-        for tensors in ([each.average for each in outputs], [each.mean for each in outputs])
-    )
+    sent = sum(int(each.average.count_nonzero()) for each in outputs)
+    given = sum(int(each.mean.count_nonzero()) for each in outputs)
     return max(sent / given / run.workload.world_size, 1e-3)
 
 
