@@ -266,11 +266,8 @@ class MatrixGroup:
 class PowerSGDPlan:
     """One bucket's PowerSGD plan in plain torch: its buffers and local stages; see ops.powersgd_plan.
 
-    p_wire: all P, then the uncompressed tensors, flat. With wire_dtype, all Pᵀ instead of P.
-    q_wire: all Qᵀ, flat.
-
-    Both are in wire_dtype, or in the bucket's dtype. They hold P and Q times SHRINK, but in float16, which
-    has few small numbers, P and Q themselves.
+    p_wire and q_wire hold P and Qᵀ, with wire_dtype Pᵀ and Qᵀ, times SHRINK; in float16, which has few small
+    numbers, not times SHRINK.
     """
 
     def __init__(
@@ -293,6 +290,7 @@ class PowerSGDPlan:
         self._epsilon = epsilon * self._shrunk
         self.wire_numels = (layout.p_numels, layout.wire_numel - layout.p_numel, layout.q_numels)
         p_part, *uncompressed = self.p_wire.split([layout.p_numel, *(n for _, n in layout.uncompressed)])
+        self._each_p = p_part.split(layout.p_numels)  # by matrix
         places = [slice(offset, offset + numel) for offset, numel in layout.uncompressed]
         self._uncompressed = list(zip(places, uncompressed, strict=True))  # in the bucket, on the wire
         # Factors are in the wide dtype. They share the wire's tensor if it has that dtype and order.
@@ -321,11 +319,6 @@ class PowerSGDPlan:
         for group, direction in zip(self.groups, self._random(seed), strict=True):
             group.direction.copy_(direction)
 
-    def sent_p(self, index: int) -> torch.Tensor:
-        """Return the part of p_wire that holds P of the matrix with this index."""
-        numels = self.layout.p_numels
-        return self.p_wire[sum(numels[:index]) :][: numels[index]]
-
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
         """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors)."""
         for group in self.groups:
@@ -335,7 +328,7 @@ class PowerSGDPlan:
         for in_bucket, wire in self._uncompressed:
             cast(buffer[in_bucket], out=wire, scale=scale)
         for index in left_out:
-            self.sent_p(index).zero_()
+            self._each_p[index].zero_()
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """Orthonormalize P, and compute q_wire = scale · (all Qᵀ = Pᵀ M)."""
@@ -349,8 +342,6 @@ class PowerSGDPlan:
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         """Write P Qᵀ and the uncompressed averages to the buffer; choose the next step's directions.
-
-        seed: the seed for random directions.
 
         A matrix with factors that aren't finite becomes NaN in this step, and the next step takes random
         directions for it. If a rank's gradients aren't finite, errors are as before the step, otherwise zero.
