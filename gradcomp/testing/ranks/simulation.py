@@ -139,10 +139,6 @@ class Task(threading.Thread):
         self._simulation.finish(self)
 
 
-# An event of the second or third kind. The task that it returns, if any, runs next.
-Event = Callable[[], Task | None]
-
-
 class Simulation:
     """One run of `function(rank, process_group, *arguments)` on simulated ranks."""
 
@@ -156,7 +152,8 @@ class Simulation:
         self._random = random.Random(schedule) if schedule else None
         # Collectives that some members have yet to issue: by group and place in its sequence, then by member.
         self._open: dict[tuple[tuple[int, ...], int, int], dict[int, SimulatedWork]] = {}
-        self._pending: list[Event] = []
+        # Collectives to carry out, and callbacks to run.
+        self._pending: list[Callable[[], None] | Task] = []
         mains = [partial(function, rank, group, *arguments) for rank, group in enumerate(groups)]
         self._mains = [Task(self, rank, main) for rank, main in enumerate(mains)]
         self._tasks = list(self._mains)  # those that haven't ended
@@ -229,7 +226,7 @@ class Simulation:
             self.pause(future.done, "a future")
 
     def _later(self, function: Callable[[], object]) -> None:  # on a new thread, as the running rank
-        self._pending.append(partial(self._call_back, self._task("a callback").rank, function))
+        self._pending.append(Task(self, self._task("a callback").rank, function))
 
     def _carry_out(self, works: list[SimulatedWork]) -> None:
         try:
@@ -239,11 +236,7 @@ class Simulation:
         for work in works:
             work.done = True
             if work.future is not None:
-                self._pending.append(partial(self._call_back, work.rank, work.complete))
-
-    def _call_back(self, rank: int, function: Callable[[], object]) -> Task:
-        self._tasks.append(Task(self, rank, function))
-        return self._tasks[-1]
+                self._pending.append(Task(self, work.rank, work.complete))
 
     def _task(self, what: str) -> Task:
         """Return the running task. Raises RuntimeError if the calling thread isn't it."""
@@ -280,7 +273,7 @@ class Simulation:
         """Choose the task that runs next; None if all have ended."""
         while self._failure is None:
             ready = [task for task in self._tasks if task.until is None or task.until()]
-            options: list[Task | Event] = [*self._pending, *ready]
+            options = [*self._pending, *ready]
             if not options:
                 if not self._tasks and not self._unfinished():
                     return None
@@ -291,11 +284,13 @@ class Simulation:
                 chosen = self._random.choice(options)
             elif current in ready and not self._pending:
                 return current
+            if chosen in self._pending:
+                self._pending.remove(chosen)
             if isinstance(chosen, Task):
+                if chosen not in self._tasks:
+                    self._tasks.append(chosen)
                 return chosen
-            self._pending.remove(chosen)
-            if (task := chosen()) is not None:
-                return task
+            chosen()
         # After a failure, resume the tasks that have begun, one by one, to unwind them.
         self._tasks = [task for task in self._tasks if task.ident is not None]
         return current if current in self._tasks else next(iter(self._tasks), None)
