@@ -12,12 +12,11 @@ from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from hypothesis import Phase, Verbosity, find, settings
 from hypothesis.errors import Flaky, NoSuchExample
-from hypothesis.strategies import SearchStrategy
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import properties
@@ -30,7 +29,7 @@ from gradcomp.testing.workload import Workload
 
 PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
 PHASES = (Phase.generate, Phase.shrink)
-REPEATED: Any = {"derandomize": True, "database": None, "deadline": None, "verbosity": Verbosity.quiet}
+REPEATED = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet)
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 LONGEST_MESSAGE = 14  # lines; a longer one holds a traceback: its middle lines are left out
 MOST_SIMPLER = 40  # workloads that are tried to simplify a failing one
@@ -155,9 +154,10 @@ def check_hook(
         _show(f"{subject.name}: inferring its claims")
         try:
             drawn = Drawn(subject.claims, *limits)
-            half = replace(PROBE, dtype=torch.bfloat16, device=device)
-            if dtypes is not None or not subject.runs(half):
-                drawn = replace(drawn, left_out=("bf16",))
+            if dtypes is None:
+                with suppress(RankError, TooSlow):
+                    subject.run(replace(PROBE, dtype=torch.bfloat16, device=device))
+                    drawn = replace(drawn, left_out=())
         except RankError as error:  # the hook fails in the probe: when does it?
             broken = replace(subject, given=Claims(start=PROBED_STEPS - 3))
             report = _report(broken, PROPERTIES[:1], Drawn(broken.claims, *limits), max_examples)
@@ -192,7 +192,10 @@ def _report(
                 continue
         search = _Search(each, subject, f"{position} of {len(searched)}, {each.name}", tuple(known))
         if (strategy := each.workloads(drawn)) is not None:
-            search.draw(strategy, max(2, math.ceil(max_examples * each.fraction)))
+            num_drawn = max(2, math.ceil(max_examples * each.fraction))
+            limits = settings(REPEATED, max_examples=num_drawn, phases=PHASES)
+            with suppress(NoSuchExample, Flaky):
+                find(strategy, search.fails, settings=limits)
         # The drawn ones come first, as they shrink further.
         for workload in islice(each.listed(drawn), max_examples):
             if search.failure is not None or search.fails(workload):
@@ -238,12 +241,6 @@ class _Search:
     first: Failure | None = None
     printed: Sequence[str] = ()
     too_slow: str = ""
-
-    def draw(self, strategy: SearchStrategy[Workload], max_examples: int) -> None:
-        """Try drawn workloads. If one fails, find the smallest that does."""
-        limits = settings(max_examples=max_examples, phases=PHASES, **REPEATED)
-        with suppress(NoSuchExample, Flaky):
-            find(strategy, self.fails, settings=limits)
 
     def simplify(self) -> None:
         """Simplify the failing workload while a simpler one fails, too."""

@@ -131,7 +131,7 @@ class Drawn:
     world_sizes: Sequence[int]
     dtypes: Sequence[torch.dtype]
     device: str
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ("bf16",)
 
     def any(self, extra_steps: int = 3, max_numel: int = 4096, **options: Any) -> SearchStrategy[Workload]:
         """Draw workloads of all kinds, with 1 to `extra_steps` steps after the plain ones."""

@@ -58,11 +58,9 @@ class Subject:
         return self.given or claims_of(self.hook, self.make_state, self.device, self.ranks)
 
     def run(self, workload: Workload, schedule: int = 0, **options: Any) -> Run:
-        """Run the hook on this workload; for options see run_hook.
+        """Run the hook on this workload; for options see run_hook. Raises TooSlow at the end of limit_s.
 
         Properties draw the same workloads, so the last short runs are kept: don't write to them.
-
-        Raises TooSlow if the runs would take longer than limit_s.
         """
         key = workload, schedule, *options.items()
         run = self._runs.pop(key, None)
@@ -81,13 +79,6 @@ class Subject:
         if len(self._runs) > MOST_KEPT:
             del self._runs[next(iter(self._runs))]
         return run
-
-    def runs(self, workload: Workload) -> bool:
-        """Return whether the hook completes on this workload."""
-        try:
-            return bool(self.run(workload))
-        except (RankError, TooSlow):
-            return False
 
     def finite_run(self, workload: Workload, **options: Any) -> Run:
         """Run the hook on this workload. Raises NonFiniteFailure if an output holds inf or NaN."""
@@ -114,13 +105,11 @@ class Subject:
         """
         steady = replace(STEADY, steps=self.claims.start + STEADY.steps, world_size=workload.world_size)
         steady = replace(steady, dtype=workload.dtype, device=workload.device)
-        found = []
-        for shape in steady.shapes:
-            try:
-                run = self.run(replace(steady, shapes=(shape,), buckets=()))
-            except (RankError, TooSlow):
-                return 1.0, math.inf
-            found.append(fitted(*sums(run, self.claims.start)))
+        try:
+            runs = [self.run(replace(steady, shapes=(shape,), buckets=())) for shape in steady.shapes]
+        except (RankError, TooSlow):
+            return 1.0, math.inf
+        found = [fitted(*sums(run, self.claims.start)) for run in runs]
         factor = max((factor for factor, _ in found), key=lambda c: abs(c - 1))
         return factor, max(left / max(abs(c), 1e-300) for c, left in found)
 
