@@ -177,8 +177,7 @@ def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
         resumed = subject.run(workload, checkpoint_at=half, safe_checkpoint=is_safe)
     except RankError as error:
         raise PropertyFailure(f"saved and loaded before step {half}: {str(error).splitlines()[0]}") from error
-    whose = f"without the checkpoint before step {half}"
-    require_same_outputs(run, resumed, whose)
+    require_same_outputs(run, resumed, f"without the checkpoint before step {half}")
 
 
 @property_of("memory", measure="state / gradients ≤")
