@@ -28,6 +28,7 @@ from gradcomp.device import has_streams
 
 from ..comm.bucket import ShardBucket, real_shape
 from ..comm.exchange import Works
+from ..comm.process_group import Explaining
 from ..comm.streams import side_stream
 from .agreement import Place
 from .compressor import BucketSpec, Compressor, State

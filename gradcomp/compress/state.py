@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -203,13 +203,12 @@ class CompressorState(SavedState):
     # --- averages ---
 
     @classmethod
-    def require(cls, hook_name: str, state: Any, bucket: Any) -> None:
+    def refuse(cls, hook_name: str, state: Any, bucket: Any) -> NoReturn:
         """Raise TypeError for a wrong bucket, or else for a state that isn't of this class."""
-        if not isinstance(state, cls):
-            require_bucket(hook_name, bucket)
-            whose = ", torch's own" if hasattr(state, "q_memory_dict") else ""
-            got = f"{described(state)}{whose}"
-            raise TypeError(f"{hook_name} takes a gradcomp {cls.__name__} as its state, got {got}")
+        require_bucket(hook_name, bucket)
+        whose = ", torch's own" if hasattr(state, "q_memory_dict") else ""
+        got = f"{described(state)}{whose}"
+        raise TypeError(f"{hook_name} takes a gradcomp {cls.__name__} as its state, got {got}")
 
     def average(self, hook_name: str, bucket: dist.GradBucket, options: Any = None) -> Future:
         """Average a hook's bucket: plainly in the first steps, with compressors in later steps.
@@ -332,7 +331,8 @@ def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futu
 
         ddp_model.register_comm_hook(CompressorState(TopK, TopKOptions(density=0.01)), compress_hook)
     """
-    CompressorState.require("compress_hook", state, bucket)
+    if not isinstance(state, CompressorState):
+        CompressorState.refuse("compress_hook", state, bucket)
     return state.average("compress_hook", bucket)
 
 

@@ -373,5 +373,6 @@ def auto_hook(state: AutoState, bucket: dist.GradBucket) -> torch.futures.Future
 
         ddp_model.register_comm_hook(AutoState(), auto_hook)
     """
-    AutoState.require("auto_hook", state, bucket)
+    if not isinstance(state, AutoState):
+        AutoState.refuse("auto_hook", state, bucket)
     return state.average("auto_hook", bucket)

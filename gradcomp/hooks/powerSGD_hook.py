@@ -208,7 +208,8 @@ def powerSGD_hook(  # noqa: N802
         state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=4)
         ddp_model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     """
-    PowerSGDState.require("powerSGD_hook", state, bucket)
+    if not isinstance(state, PowerSGDState):
+        PowerSGDState.refuse("powerSGD_hook", state, bucket)
     return state.average("powerSGD_hook", bucket)
 
 
@@ -223,7 +224,8 @@ def batched_powerSGD_hook(  # noqa: N802
 
     Raises TypeError if the state is not a PowerSGDState or the bucket is not floating-point.
     """
-    PowerSGDState.require("batched_powerSGD_hook", state, bucket)
+    if not isinstance(state, PowerSGDState):
+        PowerSGDState.refuse("batched_powerSGD_hook", state, bucket)
     asks = isinstance(bucket, dist.GradBucket) and state.use_error_feedback and LOST not in state.announced
     if asks and len({parameter.grad is None for parameter in bucket.parameters()}) == 2:
         state.announced.add(LOST)

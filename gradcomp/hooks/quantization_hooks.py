@@ -123,7 +123,8 @@ def quantization_hook(
 
         ddp_model.register_comm_hook(QuantizationState(bits=4), quantization_hook)
     """
-    QuantizationState.require("quantization_hook", state, bucket)
+    if not isinstance(state, QuantizationState):
+        QuantizationState.refuse("quantization_hook", state, bucket)
     return state.average("quantization_hook", bucket)
 
 
