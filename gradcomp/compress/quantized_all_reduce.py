@@ -201,7 +201,8 @@ class QuantizedAllReduce:
         self._gathered = self.codes.payload if self._decode else self.codes.received
         self._codes = self._gathered.new_zeros(self._ranks_per_node, *self._gathered.shape)
         if not self._decode:
-            self._means = self._pieces.to(self._dtype)  # a copy only in another dtype
+            # Not the pieces: a NaN block leaves NaN in its padding.
+            self._means = self._pieces.to(self._dtype, copy=True)
             self._copy_back = ops.PartsCopy([pair[::-1] for pair in copies], device)
 
     def _in_piece(self, parts: Iterable[Part]) -> list[tuple[slice, slice]]:

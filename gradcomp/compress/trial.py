@@ -281,7 +281,7 @@ class Trial:
         try:
             trial = cls(**{**given, "place": tuple(given["place"])})
             wrong = next((name for name, is_right in trial._checks() if not is_right), None)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"trial: an entry has another type than a trial's: {error}") from error
         if wrong is not None:
             raise ValueError(f"trial: {wrong} is {given[wrong]!r}, which doesn't fit {given['names']!r}")

@@ -51,7 +51,7 @@ class Workload:
         have the negative gradients.
     masked: the fraction of a tensor's elements that are 0 on every rank in every step, like the gradients of
         pruned weights; and half that fraction of a matrix's rows, and of its columns.
-    poison: (step, rank, index, value): the middle element of tensor `index` is `value`, for example inf.
+    poison: (step, rank, index, value): the last element of tensor `index` is `value`, for example inf.
     device: the device of the hook's buckets; all other tensors are on the CPU.
 
     A gradient depends on the recipe only. It is drawn in float64, multiplied, and rounded to dtype.
@@ -116,7 +116,7 @@ class Workload:
             gradient[_mask(self.shapes[index], self.masked, self._seed(index))] = 0.0
         if self.poison is not None and self.poison[:2] == (step, rank):
             poisoned = gradients[self.poison[2]].view(-1)
-            poisoned[poisoned.numel() // 2] = self.poison[3]
+            poisoned[-1] = self.poison[3]
         return gradients
 
     @lru_cache(maxsize=64)  # noqa: B019 a few workloads outlive their runs

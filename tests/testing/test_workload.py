@@ -114,7 +114,7 @@ def test_modifiers():
     assert torch.equal(swapped.gradients(0, 0)[0], workload.gradients(0, 2)[0] / 8)
     poisoned = swapped.gradients(1, 0)
     assert poisoned[0].isfinite().all()
-    assert poisoned[1].isnan().tolist() == [False, False, True, False, False]
+    assert poisoned[1].isnan().tolist() == [False, False, False, False, True]
     assert swapped.gradients(1, 1)[1].isfinite().all()
     assert swapped.num_steps == 3
     assert not any(gradient.any() for gradient in swapped.gradients(2, 0))
