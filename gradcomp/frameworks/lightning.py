@@ -13,7 +13,7 @@ except ModuleNotFoundError:  # the older package
 from . import CommHook
 
 
-class CommHookCallback(pl.Callback):
+class CommHookCallback(CommHook, pl.Callback):
     """Registers a hook on the model of Lightning's DDP strategies, and checkpoints the hook's state.
 
     state, hook: as for register_comm_hook; one state per model.
@@ -30,12 +30,12 @@ class CommHookCallback(pl.Callback):
     """
 
     def __init__(self, state: Any, hook: Callable[..., Any]):
-        self._comm_hook = CommHook(state, hook)
+        super().__init__(state, hook)
         self._scale_may_differ = True
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model = trainer.strategy.model
-        self._comm_hook.register(pl_module if model is None else model)
+        self.register(pl_module if model is None else model)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         # Not in on_fit_start: the scaler's checkpoint is loaded later.
@@ -48,12 +48,6 @@ class CommHookCallback(pl.Callback):
         if self._scale_may_differ:  # a batch may have several optimizer steps: each updates the scaler
             self._follow(trainer)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._comm_hook.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._comm_hook.load_state_dict(state_dict)
-
     def _follow(self, trainer: pl.Trainer) -> None:
         self._scale_may_differ = False
-        self._comm_hook.follow(getattr(trainer.precision_plugin, "scaler", None))
+        self.follow(getattr(trainer.precision_plugin, "scaler", None))

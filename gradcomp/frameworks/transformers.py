@@ -17,7 +17,7 @@ FILE_NAME = "gradcomp_state.pt"
 _logger = logging.getLogger(__name__)
 
 
-class CommHookCallback(TrainerCallback):
+class CommHookCallback(CommHook, TrainerCallback):
     """Registers a hook on the model that a Trainer wraps in DDP, and checkpoints the hook's state.
 
     trainer: the Trainer that gets this callback; only the Trainer knows the wrapped model.
@@ -39,18 +39,18 @@ class CommHookCallback(TrainerCallback):
         self, trainer: Trainer, state: Any, hook: Callable[..., Any], *, resume_from: str | Path | None = None
     ):
         self._trainer, self._resume_from = trainer, resume_from
-        self._comm_hook = CommHook(state, hook)
+        super().__init__(state, hook)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         if state.global_step > 0:
             self._resume(self._folder(args, state) if self._resume_from is None else Path(self._resume_from))
-        self._comm_hook.register(self._trainer.model_wrapped)
+        self.register(self._trainer.model_wrapped)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._comm_hook.follow(self._trainer.accelerator.scaler)
+        self.follow(self._trainer.accelerator.scaler)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        state_dict = self._comm_hook.state_dict()  # on every rank: a collective
+        state_dict = self.state_dict()  # on every rank: a collective
         if state_dict and args.should_save:
             torch.save(state_dict, self._folder(args, state) / FILE_NAME)
 
@@ -61,8 +61,8 @@ class CommHookCallback(TrainerCallback):
     def _resume(self, folder: Path) -> None:
         path = folder / FILE_NAME
         if path.exists():
-            self._comm_hook.load_state_dict(torch.load(path, map_location="cpu"))
-        elif self._comm_hook.has_memory:
+            self.load_state_dict(torch.load(path, map_location="cpu"))
+        elif self.has_memory:
             _logger.warning(
                 "the run resumes, but there is no %s: the hook's state starts at zero. If it resumes from "
                 "another folder, give CommHookCallback that as resume_from.",

@@ -45,7 +45,7 @@ def in_lightning(folder):
         def on_before_backward(self, trainer, *arguments):
             super().on_before_backward(trainer, *arguments)
             scale = trainer.precision_plugin.scaler.get_scale()
-            assert self._comm_hook.state.gradient_scale == scale
+            assert self.state.gradient_scale == scale
             scales.append(scale)
 
     def fit(epochs, init_scale, is_manual, ckpt_path=None):
@@ -79,7 +79,7 @@ def in_transformers(folder):
 
         def on_step_end(self, *_, **__):
             scaler = trainer.accelerator.scaler
-            assert callback._comm_hook.state.gradient_scale == scaler.get_scale()
+            assert callback.state.gradient_scale == scaler.get_scale()
             scales.append(scaler.get_scale())
             scaler.update(2 * scaler.get_scale())
 
