@@ -293,7 +293,8 @@ class CompressorState(SavedState):
             num_jumps = self._sizes.note(step, own.keys, buffer)
             if num_jumps is not None:
                 self._sizes = None
-                if num_jumps >= MANY_JUMPS and own.current_error() is not None:
+                made = [each for each in self._states._buckets if each.compressor is not None]
+                if num_jumps >= MANY_JUMPS and any(each.current_error() is not None for each in made):
                     logger_of(self).warning(JUMPED, self.algorithm, num_jumps)
         if compressor.is_plain and not own.waits:
             future = self._average_plainly(hook_name, bucket, group)
