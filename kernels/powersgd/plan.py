@@ -60,10 +60,9 @@ class PowerSGDPlan:
         self._scratch, self._scratch_memory = scratch, scratch.memory
         self._bucket.place(scratch.memory)
         self.p_wire, self.q_wire = self._bucket.p_wire, self._bucket.q_wire
-        bases = orthonormalize(self._bucket)
         self._projecting = Stage(project(self._bucket), self._device)
-        self._orthonormalizing = Stage(bases, self._device)
-        self._back_projecting = Stage([*bases, *back_project(self._bucket)], self._device)
+        last_launches = back_project(self._bucket)
+        self._back_projecting = Stage([*orthonormalize(self._bucket), *last_launches], self._device)
         self._reconstructing = Stage([reconstruct(self._bucket)], self._device)
 
     def compile(self, device: torch.device) -> None:
@@ -72,21 +71,13 @@ class PowerSGDPlan:
         for stage in (self._random_q, self._projecting, self._back_projecting, self._reconstructing):
             stage.compile(device)
 
-    def sent_p(self, index: int) -> torch.Tensor:
-        """Return the part of p_wire with P of the matrix with this index."""
-        matrix, start = self.layout.matrices[index], self._work.fields(index)["p_wire"]
-        return self.p_wire[start : start + matrix.rank * wire_stride(matrix.rows, self.p_wire.itemsize)]
-
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
         """Compute M = gradient + error, p_wire = scale · (all M Q, then uncompressed tensors). One launch."""
         self.take_scratch()
         self._projecting(buffer=buffer, scale=scale)
         for index in left_out:
-            self.sent_p(index).zero_()
-
-    def orthonormalize(self) -> None:
-        """Set P to orthonormal bases of the panels in p_wire. Two launches."""
-        self._orthonormalizing()
+            start = self._work.fields(index)["p_wire"]
+            self.p_wire[start : start + self.wire_numels[0][index]].zero_()
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
         """Orthonormalize P, and compute q_wire = scale · (all Mᵀ P). Three launches."""

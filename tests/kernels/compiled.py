@@ -161,7 +161,7 @@ def launches(powersgd: Iterable[tuple[torch.dtype, int, bool]]) -> Iterator[str]
             options["epsilon"] = 1e-8
             plan = PowerSGDPlan(layout, dtype, torch.device("cpu"), **options)
             plan.take_scratch()
-            plan.orthonormalize()
+            plan.back_project(buffer, 1.0)
             yield f"{TYPE_NAMES[dtype]} r={rank} epsilon"
 
 
