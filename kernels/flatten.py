@@ -42,7 +42,7 @@ def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
 @functools.cache
 def cast_of(src_dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> Stage:
     """Return what cast launches for tensors of these dtypes, compiled if the device has streams."""
-    src, out = Slot.buffer(src_dtype, "src", alignment=1), Slot.buffer(out_dtype, "out", alignment=1)
+    src, out = Slot("src", src_dtype, alignment=1), Slot("out", out_dtype, alignment=1)
     numbers = Slot("numel", 1), Slot("scale", 1.0)
     return Stage([Launch(_cast_kernel, None, src, out, *numbers, BLOCK=BLOCK, **COPYING)], device)
 
@@ -106,9 +106,9 @@ def _flatten_kernel(
 @functools.cache
 def copy_of(dtype: torch.dtype, flat_dtype: torch.dtype, device: torch.device, *, to_flat: bool) -> Stage:
     """Return what copy launches for tensors and a flat buffer of these dtypes, as cast_of does."""
-    tables = Slot.buffer(torch.int64, "pointers"), Slot.buffer(torch.int64, "tiles")
+    tables = Slot("pointers", torch.int64), Slot("tiles", torch.int64)
     launch = Launch(
-        _flatten_kernel, None, *tables, Slot.buffer(flat_dtype, "flat", 1), Slot("scale", 1.0),
+        _flatten_kernel, None, *tables, Slot("flat", flat_dtype, alignment=1), Slot("scale", 1.0),
         TENSOR_TYPE=element_type(dtype), TO_FLAT=to_flat, BLOCK=BLOCK, **COPYING,
     )  # fmt: skip
     return Stage([launch], device)

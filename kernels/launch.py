@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from triton.runtime import JITFunction
 
 from ..device import current_stream, has_streams, is_current, is_rocm, launching_on
 
-ALIGNMENT = 16  # bytes; pointers that are multiples of it are compiled to wider accesses
 MAX_REGISTERS = 255  # per thread
 
 _logger = logging.getLogger("gradcomp.kernels")
@@ -33,21 +33,18 @@ def registers(num_warps: int, num_programs: int = 2) -> int:
     return min(65536 // (num_programs * 32 * num_warps) // 8 * 8, MAX_REGISTERS)
 
 
+@dataclass(frozen=True)
 class Slot:
     """An argument that a launch gets by name each time it runs.
 
     name: the argument's name in Stage's call.
-    example: what the kernel is compiled for: a tensor of the argument's dtype, or a number of its type.
+    example: what the kernel is compiled for: a tensor's dtype, or a number of the argument's type.
     alignment: bytes; tensors' addresses are multiples of it.
     """
 
-    def __init__(self, name: str, example: torch.Tensor | float, alignment: int = ALIGNMENT):
-        self.name, self.example, self.alignment = name, example, alignment
-
-    @classmethod
-    def buffer(cls, dtype: torch.dtype, name: str = "buffer", alignment: int = ALIGNMENT) -> Slot:
-        """Return the slot of a tensor of this dtype."""
-        return cls(name, torch.empty(1, dtype=dtype, device="meta"), alignment)
+    name: str
+    example: torch.dtype | float
+    alignment: int = 16  # Triton compiles pointers that are multiples of 16 bytes to wider accesses
 
 
 class Launch:
@@ -122,10 +119,10 @@ class Stage:
         self._launches = [launch for launch in launches if launch.num_programs != 0]
         self._is_compiled = False
         self._tensors = {
-            slot.name: (slot.example.dtype, slot.alignment)
+            slot.name: (slot.example, slot.alignment)
             for launch in self._launches
             for _, slot in launch.slots
-            if isinstance(slot.example, torch.Tensor)
+            if isinstance(slot.example, torch.dtype)
         }
         if has_streams(device):
             self.compile(device)

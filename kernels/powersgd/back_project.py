@@ -123,7 +123,7 @@ def back_project(bucket: PowerSGDBucket) -> list[Launch]:
     block_cols, block_rows = work.tiles["back_project"]
     return launches_that_add_up(
         _back_project_kernel, len(work.back_project_work),
-        bucket.memory if feedback else Slot.buffer(bucket.dtype), bucket.p, bucket.partial, bucket.arrived,
+        bucket.memory if feedback else Slot("buffer", bucket.dtype), bucket.p, bucket.partial, bucket.arrived,
         bucket.q_wire, bucket.matrices, bucket.tables["back_project"], SCALE,
         RANK=work.rank, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, FEEDBACK=feedback,
         PRECISION=dot_precision(bucket.p.dtype), num_warps=NUM_WARPS,

@@ -335,7 +335,7 @@ def project(bucket: PowerSGDBucket) -> list[Launch]:
     work, dtype = bucket.work, bucket.dtype
     block_rows, block_cols = work.tiles["project"]
     return launches_that_add_up(
-        _project_kernel, len(work.project_work), Slot.buffer(dtype), bucket.memory, bucket.p, bucket.q,
+        _project_kernel, len(work.project_work), Slot("buffer", dtype), bucket.memory, bucket.p, bucket.q,
         bucket.norms, bucket.partial, bucket.arrived, bucket.p_wire, bucket.matrices,
         bucket.tables["project"], SCALE,
         RANK=work.rank, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, FEEDBACK=bucket.error_feedback,

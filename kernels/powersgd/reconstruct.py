@@ -184,7 +184,7 @@ def reconstruct(bucket: PowerSGDBucket) -> Launch:
     next_rows, next_cols = factor_tile(work.rank, work.block_cols, bucket.q.itemsize)
     block_cols, block_rows = work.tiles["reconstruct"]
     return Launch(
-        _reconstruct_kernel, len(work.reconstruct_work), Slot.buffer(bucket.dtype), bucket.memory,
+        _reconstruct_kernel, len(work.reconstruct_work), Slot("buffer", bucket.dtype), bucket.memory,
         bucket.p_wire, bucket.q_wire, bucket.p, bucket.q, bucket.norms, bucket.matrices,
         bucket.tables["reconstruct"], SEED,
         RANK=work.rank, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, NEXT_BLOCK=work.block_cols,

@@ -47,7 +47,7 @@ def _stage(
     )
     rows = send(torch.tensor(work.rows, dtype=torch.int64, device="cpu"), device)
     launch = Launch(
-        kernel, len(rows), *(Slot.buffer(each, name) for name, each in slots.items()), rows, *numbers,
+        kernel, len(rows), *(Slot(name, each) for name, each in slots.items()), rows, *numbers,
         EXACT=element_type(exact), BITS=bits, LIMIT=torch.finfo(averages_dtype or dtype).max,
         SIZE=layout.block_size, BLOCKS=work.tile_blocks, num_warps=work.num_warps,
         maxnreg=registers(work.num_warps, work.resident_programs),

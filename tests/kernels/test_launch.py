@@ -130,7 +130,7 @@ class Kernel:
 
 def test_a_stage_fills_the_slots_of_its_launches():
     kernel, own = Kernel(), torch.zeros(3)
-    buffer, scale = Slot.buffer(torch.float32), Slot("scale", 1000.0)
+    buffer, scale = Slot("buffer", torch.float32), Slot("scale", 1000.0)
     stage = Stage(
         [Launch(kernel, 2, own, buffer, scale, 1000.0, BLOCK=4), Launch(kernel, 5, buffer, own, BLOCK=8)], CPU
     )
