@@ -39,16 +39,6 @@ class FlatLayout:
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def tiles(self, block: int) -> Iterator[tuple[int, int, int, int]]:
-        """Cut every tensor into tiles of at most `block` elements.
-
-        Yields (tensor's index, first element in the tensor, first element in the buffer, number of elements).
-        Empty tensors have no tile.
-        """
-        for index, (numel, offset) in enumerate(zip(self.numels, self.offsets, strict=True)):
-            for start in range(0, numel, block):
-                yield index, start, offset + start, min(block, numel - start)
-
 
 class ShardLayout:
     """The order of tensors in a buffer that is reduce-scattered: one row per rank.

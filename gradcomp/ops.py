@@ -22,7 +22,6 @@ from .device import current_stream, has_streams
 from .kernels import flatten as flatten_kernel
 from .kernels.powersgd import plan as powersgd_kernels
 from .kernels.quantize import kernels as quantize_kernels
-from .kernels.tile import BLOCK
 
 if TYPE_CHECKING:
     from .layout import BlockLayout, FlatLayout, PowerSGDLayout
@@ -163,12 +162,8 @@ class PartsCopy:
     def __init__(self, parts: Sequence[tuple[slice, slice]], device: torch.device):
         self._parts, self._tables = parts, None
         if runs_triton(device):
-            tiles = [
-                (0, start, start + target.start - source.start, min(BLOCK, source.stop - start))
-                for source, target in parts
-                for start in range(source.start, source.stop, BLOCK)
-            ]
-            self._tables = flatten_kernel.FlattenTables(tiles, 1, device)
+            copied = [(0, own.start, place.start, own.stop - own.start) for own, place in parts]
+            self._tables = flatten_kernel.FlattenTables(copied, 1, device)
 
     def __call__(self, source: torch.Tensor, target: torch.Tensor, scale: float) -> None:
         """Write scale · each part to its place, rounded once to the target's dtype. Both are 1-D."""
@@ -211,7 +206,9 @@ def _tables_of(layout: FlatLayout, device: torch.device) -> flatten_kernel.Flatt
     stream = current_stream() if has_streams(device) else 0
     tables, key = _tables.setdefault(layout, {}), (device, threading.get_ident(), stream)
     if key not in tables:
-        tables[key] = flatten_kernel.FlattenTables(list(layout.tiles(BLOCK)), len(layout), device)
+        positions = zip(layout.offsets, layout.numels, strict=True)
+        parts = [(index, 0, *position) for index, position in enumerate(positions)]
+        tables[key] = flatten_kernel.FlattenTables(parts, len(layout), device)
     return tables[key]
 
 

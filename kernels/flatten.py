@@ -1,7 +1,7 @@
 """Copies in one launch, scaled and in another dtype: a buffer, or tensors to a flat buffer, and back."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import triton
@@ -50,15 +50,22 @@ def cast_of(src_dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
 class FlattenTables:
     """The kernel's tables for one list of tensors, kept on the device.
 
-    tiles: int64 [num_tiles, 4], sent once. A row has the tensor's index, the tile's first element in the
-        tensor, its first element in the flat buffer, and its number of elements (at most BLOCK).
+    parts: (a tensor's index, the part's first element in the tensor, its first element in the flat buffer,
+        its number of elements) of each part that is copied.
     num_tensors: the length of the list.
     device: the tensors' device.
+
+    tiles: int64 [num_tiles, 4], sent once: parts of at most BLOCK elements.
 
     Use one object from one CUDA stream at a time.
     """
 
-    def __init__(self, tiles: Sequence[tuple[int, int, int, int]], num_tensors: int, device: torch.device):
+    def __init__(self, parts: Iterable[tuple[int, int, int, int]], num_tensors: int, device: torch.device):
+        tiles = [
+            (index, first + done, in_flat + done, min(BLOCK, numel - done))
+            for index, first, in_flat, numel in parts
+            for done in range(0, numel, BLOCK)
+        ]
         self.tiles = send(torch.tensor(tiles, dtype=torch.int64, device="cpu").reshape(-1, 4), device)
         self._pointers = torch.empty(num_tensors, dtype=torch.int64, device=device)
         self._addresses: list[int] = []
