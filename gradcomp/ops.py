@@ -31,8 +31,7 @@ PowerSGDPlan = powersgd_kernels.PowerSGDPlan | cpu_powersgd.PowerSGDPlan
 Operation = Any
 
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
-_HALVES = (torch.float16, torch.bfloat16)
-_FLOATS = (torch.float64, torch.float32, *_HALVES)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _tables: weakref.WeakKeyDictionary[FlatLayout, dict[Any, flatten_kernel.FlattenTables]]
 _tables = weakref.WeakKeyDictionary()
@@ -43,46 +42,39 @@ def runs_triton(device: torch.device) -> bool:
     return has_streams(device) or (_INTERPRETED and device.type == "cpu")
 
 
-def compress_cast(
-    buffer: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0, overwrite: bool = False
+def cast(
+    src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0, overwrite: bool = False
 ) -> torch.Tensor:
-    """Compute out = scale · buffer, rounded once to 16 bits, in one pass. Returns out.
+    """Compute out = scale · src, rounded once, in one pass. Returns out.
 
-    buffer: contiguous, floating-point.
-    out: contiguous, float16 or bfloat16, with as many elements, on the same device.
-    scale: multiplied in fp32 (fp64 for an fp64 buffer), so a value that fits only after scaling doesn't
+    src: contiguous, floating-point.
+    out: contiguous, floating-point, with as many elements, on the same device.
+    scale: multiplied in fp32 (fp64 if a side is fp64), so a value that fits only after scaling doesn't
         overflow.
-    overwrite: True if buffer's values are not needed afterwards. Plain torch then scales in place, which is
+    overwrite: True if src's values are not needed afterwards. Plain torch then scales in place, which is
         faster.
 
     Raises TypeError for a wrong dtype; ValueError for a size, a device or a layout that doesn't fit.
     """
-    if out.dtype not in _HALVES:
-        raise TypeError(f"compress_cast writes float16 or bfloat16, but out is {out.dtype}")
-    _check_cast("compress_cast", buffer, out)
+    for tensor in (src, out):
+        if tensor.dtype not in _FLOATS:
+            raise TypeError(f"cast takes floating-point tensors, got {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"cast takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
+                f"{tensor.stride()}"
+            )
+    if src.numel() != out.numel():
+        raise ValueError(f"cast: {src.numel()} elements do not fit an out of {out.numel()}")
+    if src.device != out.device:
+        raise ValueError(f"cast: tensors are on {src.device} and on {out.device}")
     if runs_triton(out.device):
-        flatten_kernel.cast(buffer, out=out, scale=scale)
+        flatten_kernel.cast(src, out=out, scale=scale)
         if has_streams(out.device):
             # The way back is compiled now, not in backward when the average is there.
-            flatten_kernel.cast_of(out.dtype, buffer.dtype, out.device)
+            flatten_kernel.cast_of(out.dtype, src.dtype, out.device)
     else:
-        cpu.cast(buffer.view(-1), out=out.view(-1), scale=scale, overwrite=overwrite)
-    return out
-
-
-def decompress_cast(compressed: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """Convert compressed to out's dtype, in one pass. Returns out.
-
-    compressed: contiguous, floating-point.
-    out: contiguous, floating-point, with as many elements, on the same device.
-
-    Raises TypeError for a wrong dtype; ValueError for a size, a device or a layout that doesn't fit.
-    """
-    _check_cast("decompress_cast", compressed, out)
-    if runs_triton(out.device):
-        flatten_kernel.cast(compressed, out=out)
-    else:
-        cpu.cast(compressed.view(-1), out=out.view(-1))
+        cpu.cast(src.view(-1), out=out.view(-1), scale=scale, overwrite=overwrite)
     return out
 
 
@@ -324,24 +316,6 @@ def decoder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **opt
     if runs_triton(device) or device.type == "meta":
         return quantize_kernels.decoder(layout, dtype, device, **options)
     return cpu_quantize.Decoder(layout, dtype, **options)
-
-
-# --- checks of arguments, with messages that show the bad value ---
-
-
-def _check_cast(name: str, src: torch.Tensor, out: torch.Tensor) -> None:
-    for tensor in (src, out):
-        if tensor.dtype not in _FLOATS:
-            raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} takes contiguous tensors, got shape {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}"
-            )
-    if src.numel() != out.numel():
-        raise ValueError(f"{name}: {src.numel()} elements do not fit an out of {out.numel()}")
-    if src.device != out.device:
-        raise ValueError(f"{name}: tensors are on {src.device} and on {out.device}")
 
 
 def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:

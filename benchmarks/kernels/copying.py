@@ -69,7 +69,7 @@ def _compressing(numel: int, dtype: torch.dtype, device: torch.device) -> Setup:
     out = torch.empty(numel, dtype=dtype, device=device)
     return Setup(
         providers={
-            "gradcomp": lambda: [ops.compress_cast(buffer, out=out, scale=1 / WORLD_SIZE)],
+            "gradcomp": lambda: [ops.cast(buffer, out=out, scale=1 / WORLD_SIZE)],
             "torch": lambda: [buffer.to(dtype).div_(WORLD_SIZE)],
         },
         reference=lambda: [buffer.double() / WORLD_SIZE],
@@ -82,7 +82,7 @@ def _decompressing(numel: int, dtype: torch.dtype, device: torch.device) -> Setu
     out = torch.empty(numel, device=device)
     return Setup(
         providers={
-            "gradcomp": lambda: [ops.decompress_cast(compressed, out=out)],
+            "gradcomp": lambda: [ops.cast(compressed, out=out)],
             "torch": lambda: [out.copy_(compressed)],
         },
         reference=lambda: [compressed.double()],

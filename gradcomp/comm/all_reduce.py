@@ -54,7 +54,7 @@ def average_in_place(
     def compress() -> _Wire:
         if wire_dtype is not None:
             wire, keep = take_wire(bucket, wire_dtype)
-            return ops.compress_cast(buffer, out=wire, scale=1 / by, overwrite=True), keep
+            return ops.cast(buffer, out=wire, scale=1 / by, overwrite=True), keep
         return as_real(buffer.div_(by) if by != 1 else buffer), None
 
     def stages() -> Works:
@@ -76,7 +76,7 @@ def average_in_place(
         with operation:
             future.value()
         if keep is not None:
-            ops.decompress_cast(wire, out=buffer)
+            ops.cast(wire, out=buffer)
             keep()
         return buffer
 

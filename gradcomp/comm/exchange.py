@@ -110,7 +110,7 @@ def all_reduce(
     if exchanges is None:
         yield group.allreduce([wire], SUM)
         if out is not wire:
-            ops.decompress_cast(wire, out=out)
+            ops.cast(wire, out=out)
         return
     is_one = takes_one_exchange(wire.nbytes, size, has_delay=has_delay)
     shards = [wire] * size if is_one else wire.tensor_split(size)

@@ -72,7 +72,7 @@ class AllReducedCompressor(Compressor):
         else:
             if self._wire is None:
                 self._wire = flat.new_empty(flat.numel(), dtype=self._dtype)
-            wire = ops.compress_cast(flat, out=self._wire, scale=scale, overwrite=True)
+            wire = ops.cast(flat, out=self._wire, scale=scale, overwrite=True)
         yield from all_reduce(wire, group, has_delay=self._bucket.has_delay, out=flat)
 
     def state(self) -> State:

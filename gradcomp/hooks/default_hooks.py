@@ -192,7 +192,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
         def start() -> Future:
             nonlocal keep
             wire, keep = take_wire(bucket, dtype)
-            bucket.set_buffer(ops.compress_cast(buffer, out=wire))
+            bucket.set_buffer(ops.cast(buffer, out=wire))
             try:
                 future = hook(hook_state, bucket)
                 if not isinstance(future, torch.Future):
@@ -206,7 +206,7 @@ def _compress_wrapper(name: str, dtype: torch.dtype, hook: Hook) -> Hook:
             with operation:
                 result = future.value()
             bucket.set_buffer(buffer)
-            ops.decompress_cast(result, out=buffer)
+            ops.cast(result, out=buffer)
             keep()
             return buffer
 

@@ -23,7 +23,7 @@ def test_compress_and_decompress(numel, dtype, half, device):
     (buffer,) = tensors_of([(numel,)], dtype, device)
     before = buffer.clone()
     wire = poisoned(numel, half, device)
-    assert ops.compress_cast(buffer, out=wire, scale=1 / 3) is wire
+    assert ops.cast(buffer, out=wire, scale=1 / 3) is wire
     assert_scaled_copy(wire, buffer.double(), 1 / 3, dtype)
     assert torch.equal(buffer, before)
     if dtype != torch.float64:  # torch rounds fp64 to fp32 before it rounds to 16 bits
@@ -33,7 +33,7 @@ def test_compress_and_decompress(numel, dtype, half, device):
         cpu.cast(buffer.clone(), out=reference, scale=1 / 3, overwrite=True)
         assert torch.equal(wire, reference), "in place, plain torch rounds otherwise"
     result = poisoned(numel, dtype, device)
-    assert ops.decompress_cast(wire, out=result) is result
+    assert ops.cast(wire, out=result) is result
     assert torch.equal(result, wire.to(dtype))
 
 
@@ -63,7 +63,7 @@ def test_decompressing_on_a_backends_thread_starts_no_threads():
         torch.set_num_threads(num_threads)
 
 
-@pytest.mark.parametrize("cast", [ops.compress_cast, cpu.cast], ids=["triton", "torch"])
+@pytest.mark.parametrize("cast", [ops.cast, cpu.cast], ids=["triton", "torch"])
 def test_compress_divides_before_it_rounds(cast, device):
     """torch's `.to(float16).div_(2)` makes 80,000 infinite, though half of it fits, and it rounds twice."""
     tiny = 2.0**-24  # the smallest float16
@@ -74,7 +74,7 @@ def test_compress_divides_before_it_rounds(cast, device):
     assert wire.tolist() == [40_000.0, -60_000.0, tiny]
 
 
-@pytest.mark.parametrize("cast", [ops.compress_cast, cpu.cast], ids=["triton", "torch"])
+@pytest.mark.parametrize("cast", [ops.cast, cpu.cast], ids=["triton", "torch"])
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy's, in the interpreter
 def test_compress_keeps_what_is_not_finite(cast, half, device):
@@ -90,7 +90,7 @@ def test_compress_keeps_what_is_not_finite(cast, half, device):
 def test_cast_unaligned(device):
     base = torch.randn(2 * BLOCK + 2, device=device)
     wire = poisoned(2 * BLOCK + 2, torch.bfloat16, device)
-    ops.compress_cast(base[1:-1], out=wire[1:-1])
+    ops.cast(base[1:-1], out=wire[1:-1])
     assert torch.equal(wire[1:-1], base[1:-1].bfloat16())
     assert wire[[0, -1]].isnan().all()
 

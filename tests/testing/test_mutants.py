@@ -167,7 +167,7 @@ PLANTED = [
     (RANK_1, (f"{PLAN}.project", nan_swallowed), "nonfinite_seen_by_all"),
     (RANK_1, (f"{PLAN}.project", minus_inf_swallowed), "nonfinite_seen_by_all"),
     (POWER_SGD, (f"{MATRIX_GROUP}._product", last_row_missing), "exact_up_to_rank"),
-    (FP16, ("gradcomp.ops.compress_cast", cast_before_division), "finite_in_finite_out"),
+    (FP16, ("gradcomp.ops.cast", cast_before_division), "finite_in_finite_out"),
     (FP16, ("gradcomp.comm.all_reduce.take_wire", one_wire_for_all_buckets), "averages"),
     (TOP_K, mutants.ErrorTimes999, "held_back_comes_out"),
     (INT8, mutants.Int8ErrorTimes999, "held_back_comes_out"),
