@@ -86,11 +86,10 @@ class MatrixGroup:
 
     matrices: the matrices' positions in the bucket.
     p [k, rows, r], qt [k, r, cols]: the factors, in the wide dtype (fp32 or fp64), kept from step to step.
-        From back_project on p is P / shrunk. reconstruct expects qt = shrunk · Q.
+        For reconstruct they are P / shrunk and shrunk · Q (see PowerSGDPlan).
     scratch: a buffer for one matrix in the wide dtype, empty if none is needed (see PowerSGDPlan).
     dtype: the bucket's dtype.
     keep_error: True with error feedback.
-    shrunk: the factor by which P and Q on the wire are multiplied.
 
     memory: [k, rows, cols] in the bucket's dtype; None without error feedback. From project to reconstruct it
         holds M = gradient + error. Between steps it holds the error, or still M; settle() then subtracts
@@ -107,10 +106,9 @@ class MatrixGroup:
         scratch: torch.Tensor,
         dtype: torch.dtype,
         keep_error: bool,
-        shrunk: float,
     ):
         (k, rows, rank), cols, numel = p.shape, qt.shape[2], matrices[0].numel
-        self.p, self.qt, self._shape, self._shrunk = p, qt, (-1, rows, cols), shrunk
+        self.p, self.qt, self._shape = p, qt, (-1, rows, cols)
         wide, device = p.dtype, p.device
         self._is_wide = dtype == wide
         # Whether the arithmetic can be on views of the bucket.
@@ -179,8 +177,7 @@ class MatrixGroup:
             torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
 
     def back_project(self, buffer: torch.Tensor) -> None:
-        """Compute qt = SHRINK · Pᵀ M, and set p to P / shrunk."""
-        self.p.mul_(SHRINK)
+        """Compute qt = pᵀ M."""
         # In reverse: a cache still holds project's last chunk, and will hold the first chunk in reconstruct.
         for chunk, runs in reversed(self._chunks):
             for which, blocks in self._blocks(buffer, chunk, runs):
@@ -189,7 +186,6 @@ class MatrixGroup:
                 torch.bmm(row_blocks(self.p[which]).mT, blocks, out=products)
                 if products is not qt:
                     torch.sum(products.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
-        self.p.mul_(1 / (SHRINK * self._shrunk))
 
     def reconstruct(self, buffer: torch.Tensor) -> None:
         """Compute gradient = P Qᵀ, and error = M − P Qᵀ in place of M, now or later in settle or project."""
@@ -296,7 +292,7 @@ class PowerSGDPlan:
         # Factors are in the wide dtype. They share the wire's tensor if it has that dtype and order.
         wide = torch.promote_types(dtype, torch.float32)
         is_alike = self.p_wire.dtype == wide
-        p = p_part if is_alike and wire_dtype is None else torch.empty_like(p_part, dtype=wide)
+        self._p = p_part if is_alike and wire_dtype is None else torch.empty_like(p_part, dtype=wide)
         self._q = self.q_wire if is_alike else torch.empty_like(self.q_wire, dtype=wide)
         # Scratch for one matrix at a time: a 16-bit matrix, or a square view with padding.
         sizes = [m.rows * m.cols for m in layout.matrices if dtype != wide or m.numel < m.rows * m.cols]
@@ -304,14 +300,14 @@ class PowerSGDPlan:
         self.groups = []
         # The panels of one rank are orthonormalized together.
         self._groups_by_rank: dict[int, list[MatrixGroup]] = {}
-        self._sent_p = [(p, p_part)] if wire_dtype is None else []  # tensors of P, their views on the wire
+        self._sent_p = [(self._p, p_part)] if wire_dtype is None else []  # tensors, their views on the wire
         p_begin = q_begin = 0
         for matrices in layout.groups:
             k, rows, cols, rank = len(matrices), matrices[0].rows, matrices[0].cols, matrices[0].rank
             p_place = slice(p_begin, p_begin := p_begin + k * rows * rank)
-            group_p = p[p_place].view(k, rows, rank)
+            group_p = self._p[p_place].view(k, rows, rank)
             qt = self._q[q_begin : (q_begin := q_begin + k * rank * cols)].view(k, rank, cols)
-            group = MatrixGroup(matrices, group_p, qt, scratch, dtype, error_feedback, self._shrunk)
+            group = MatrixGroup(matrices, group_p, qt, scratch, dtype, error_feedback)
             self.groups.append(group)
             self._groups_by_rank.setdefault(rank, []).append(group)
             if wire_dtype is not None:
@@ -336,8 +332,10 @@ class PowerSGDPlan:
             p.copy_(sent)
         for groups in self._groups_by_rank.values():
             orthonormalize([group.p for group in groups], self._epsilon, [group.scratch for group in groups])
+        self._p.mul_(SHRINK)
         for group in reversed(self.groups):  # in reverse for the caches' sake; see MatrixGroup.back_project
             group.back_project(buffer)
+        self._p.mul_(1 / (SHRINK * self._shrunk))
         cast(self._q, out=self.q_wire, scale=scale * self._shrunk / SHRINK)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
