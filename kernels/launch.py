@@ -75,8 +75,6 @@ class Launch:
 
     def compile(self) -> bool:
         """Compile the kernel for the current device. Return whether run_compiled can launch it."""
-        if self._run is not None or self.num_programs == 0:
-            return True
         if not isinstance(self._kernel, JITFunction):
             return False  # interpreted, or recorded by a test
         arguments = [value.example if isinstance(value, Slot) else value for value in self._arguments]
