@@ -394,13 +394,9 @@ class Adder(_Adding):
                 out[in_bucket] = values.view(-1)[stored]
             if self._has_own:
                 values.zero_()
-        total = exact.new_zeros(self._layout.exact_numel, dtype=self._wide)
-        for row in exact:
-            total.add_(row, alpha=self._shrink)
-        if self._divisor != 1.0:
-            total /= self._divisor
+        mean_of_exact = (exact.to(self._wide) * self._shrink).sum(0) / self._divisor
         for part in self._layout.exact:
-            out[part.in_bucket] = total[part.stored]
+            out[part.in_bucket] = mean_of_exact[part.stored]
 
 
 class Decoder(_Operation):
