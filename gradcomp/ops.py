@@ -236,8 +236,12 @@ def powersgd_plan(
     With scale = 1 / world size the result is the average.
 
     plan.wire_numels: the number of elements of each P, of the uncompressed tensors, and of each Q.
-    plan.error(), plan.directions(): the tensors to keep across a restart: [numel], zero where nothing is
-        compressed; for every matrix, in the layout's order, Q [cols, rank]. plan.load takes them.
+    plan.error(): this rank's error [numel] in the bucket's dtype, zero where nothing is compressed.
+    plan.directions(): copies of what the next step projects on: Q [cols, rank] of every matrix, in the
+        layout's order.
+    plan.load(error, directions): continue from another plan's. Directions may be any basis.
+    plan.add_to_error(offset, values): add to the error, if one is kept, from an offset in the bucket on.
+    plan.kept(): the tensors that make the next step, besides gradients; no copies.
     """
     if runs_triton(device):
         return powersgd_kernels.PowerSGDPlan(layout, dtype, device, **options)

@@ -316,7 +316,6 @@ class PowerSGDPlan:
             group.direction.copy_(direction)
 
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
-        """Compute M = gradient + error, and p_wire = scale · (all M Q, then the uncompressed tensors)."""
         for group in self.groups:
             group.project(buffer)
         for p, sent in self._sent_p:
@@ -327,7 +326,6 @@ class PowerSGDPlan:
             self._each_p[index].zero_()
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        """Orthonormalize P, and compute q_wire = scale · (all Qᵀ = Pᵀ M)."""
         for p, sent in self._sent_p:
             p.copy_(sent)
         for groups in self._groups_by_rank.values():
@@ -376,7 +374,6 @@ class PowerSGDPlan:
                 group.memory[is_lost] = errors
 
     def error(self) -> torch.Tensor:
-        """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
         flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self.p_wire.device)
         for error, run in self._errors():
             flat[run.in_bucket] = error[run.stored]
@@ -384,18 +381,15 @@ class PowerSGDPlan:
         return flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        """Add values to this rank's error, if one is kept, from an offset in the bucket on."""
         for error, run in self._errors():
             if run.in_bucket.start <= offset < run.in_bucket.stop:
                 start = run.stored.start + offset - run.in_bucket.start
                 error[start : start + len(values)].add_(values)
 
     def directions(self) -> list[torch.Tensor]:
-        """Return copies of the directions that the next step projects on: Q [cols, rank] for every matrix."""
         return [qt.mT.clone() for group in self.groups for qt in group.direction]
 
     def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
-        """Continue from another plan's error and directions. Directions may be any basis."""
         for own_error, run in self._errors():
             own_error[run.stored] = error[run.in_bucket]
         remaining = iter(directions)
@@ -409,7 +403,6 @@ class PowerSGDPlan:
             torch.where(kept, normal, group.direction, out=group.direction)
 
     def kept(self) -> list[torch.Tensor]:
-        """Return the tensors that make the next step, besides gradients: errors and directions, no copies."""
         pairs = [(group.settle(), group.direction) for group in self.groups]
         return [each for pair in pairs for each in pair if each is not None]
 

@@ -72,7 +72,6 @@ class PowerSGDPlan:
             stage.compile(device)
 
     def project(self, buffer: torch.Tensor, scale: float, left_out: Sequence[int] = ()) -> None:
-        """Compute M = gradient + error, p_wire = scale · (all M Q, then uncompressed tensors). One launch."""
         self.take_scratch()
         self._projecting(buffer=buffer, scale=scale)
         for index in left_out:
@@ -80,11 +79,9 @@ class PowerSGDPlan:
             self.p_wire[start : start + self.wire_numels[0][index]].zero_()
 
     def back_project(self, buffer: torch.Tensor, scale: float) -> None:
-        """Orthonormalize P, and compute q_wire = scale · (all Mᵀ P). Three launches."""
         self._back_projecting(buffer=buffer, scale=scale)
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
-        """Write P Qᵀ and the averages of uncompressed tensors to the buffer, and keep Q. One launch."""
         self._reconstructing(buffer=buffer, seed=seed)
         if self._has_taken_scratch:
             assert self._scratch is not None
@@ -93,7 +90,6 @@ class PowerSGDPlan:
     # For checkpoints, in plain torch, one matrix at a time: their time doesn't matter.
 
     def error(self) -> torch.Tensor:
-        """Return this rank's error [numel] in the bucket's dtype, zero where nothing is compressed."""
         flat = torch.zeros(self.layout.numel, dtype=self._dtype, device=self._device)
         if self._bucket.error_feedback:
             for index, matrix in enumerate(self.layout.matrices):
@@ -108,7 +104,6 @@ class PowerSGDPlan:
         return flat
 
     def add_to_error(self, offset: int, values: torch.Tensor) -> None:
-        """Add values to this rank's error, if one is kept, from an offset in the bucket on."""
         for index, matrix in enumerate(self.layout.matrices if self._bucket.error_feedback else ()):
             start = offset - matrix.offset
             if 0 <= start < matrix.numel:
@@ -117,7 +112,6 @@ class PowerSGDPlan:
                 self._matrix(index).add_(added.view(matrix.rows, matrix.cols))
 
     def directions(self) -> list[torch.Tensor]:
-        """Return every matrix's Q [cols, rank] that the next step projects on, in the layout's order."""
         directions = []
         for index in range(len(self.layout.matrices)):
             q, random = self._panel(index, "q"), self._panel(index, "random")
@@ -127,7 +121,6 @@ class PowerSGDPlan:
         return directions
 
     def load(self, error: torch.Tensor, directions: Sequence[torch.Tensor]) -> None:
-        """Continue from another plan's error and directions. Directions may be any basis."""
         self._bucket.p.zero_()
         self._bucket.memory.zero_()
         for index, (matrix, direction) in enumerate(zip(self.layout.matrices, directions, strict=True)):
@@ -146,7 +139,6 @@ class PowerSGDPlan:
             norms[0, : matrix.rank] = squared
 
     def kept(self) -> list[torch.Tensor]:
-        """Return the tensors that make the next step, besides gradients; no copies."""
         bucket = self._bucket
         return [bucket.memory, bucket.p, bucket.q, bucket.norms]
 
