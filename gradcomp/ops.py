@@ -90,7 +90,7 @@ def flatten(
     """Write scale · tensors to a flat buffer, one after another, in one launch. Returns out.
 
     tensors: tensors with the layout's shapes, in one dtype, on out's device. Any strides; a tensor with other
-        strides than the layout's costs a copy.
+        strides than the layout's costs a copy, in unflatten two.
     layout: the tensors' positions in the buffer, and the order of each tensor's elements.
     out: contiguous [layout.numel], any floating-point dtype; each value is rounded once. For complex tensors,
         out must have the tensors' dtype; plain torch copies them.
@@ -127,7 +127,7 @@ def unflatten(
     if parts is None or runs_triton(flat.device):
         _check_list("unflatten", out, layout, flat)
     if runs_triton(flat.device) and not flat.is_complex():
-        ordered = _in_order(out, layout, copy=False)
+        ordered = _in_order(out, layout)
         flatten_kernel.copy(ordered, _tables_of(layout, flat.device), flat, scale=scale, to_flat=False)
         for tensor, source in zip(out, ordered, strict=True):
             if source is not tensor:
@@ -166,13 +166,8 @@ class PartsCopy:
             cpu.copy([own for own, _ in pairs], out=[place for _, place in pairs], scale=scale)
 
 
-def _in_order(
-    tensors: Sequence[torch.Tensor], layout: FlatLayout, copy: bool = True
-) -> Sequence[torch.Tensor]:
-    """Return tensors in the layout's order: the tensors themselves, or copies of those with other strides.
-
-    copy: False for uninitialized tensors in place of copies.
-    """
+def _in_order(tensors: Sequence[torch.Tensor], layout: FlatLayout) -> Sequence[torch.Tensor]:
+    """Return tensors in the layout's order: the tensors themselves, or copies of those with other strides."""
     if tuple([tensor.stride() for tensor in tensors]) == layout.strides:
         return tensors
     ordered = []
@@ -180,7 +175,7 @@ def _in_order(
         # Strides of dimensions of length 1 don't matter.
         if any(n != 1 and a != b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True)):
             other = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-            tensor = other.copy_(tensor) if copy else other
+            tensor = other.copy_(tensor)
         ordered.append(tensor)
     return ordered
 
