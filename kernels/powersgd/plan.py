@@ -53,12 +53,12 @@ class PowerSGDPlan:
         """Take a scratch for a step, and make the stages on its memory, unless the plan has one already."""
         if self._has_taken_scratch:
             return
-        scratch = take_scratch(self._device, self._scratch, self._bucket.scratch_bytes)
-        self._has_taken_scratch = True
-        if scratch is self._scratch and scratch.memory is self._scratch_memory:
+        self._scratch = take_scratch(self._device, self._scratch, self._bucket.scratch_bytes)
+        self._has_taken_scratch, memory = True, self._scratch.memory
+        if memory is self._scratch_memory:
             return
-        self._scratch, self._scratch_memory = scratch, scratch.memory
-        self._bucket.place(scratch.memory)
+        self._scratch_memory = memory
+        self._bucket.place(memory)
         self.p_wire, self.q_wire = self._bucket.p_wire, self._bucket.q_wire
         self._projecting = Stage(project(self._bucket), self._device)
         last_launches = back_project(self._bucket)
@@ -83,9 +83,8 @@ class PowerSGDPlan:
 
     def reconstruct(self, buffer: torch.Tensor, seed: int) -> None:
         self._reconstructing(buffer=buffer, seed=seed)
-        if self._has_taken_scratch:
-            assert self._scratch is not None
-            self._scratch.is_taken = self._has_taken_scratch = False
+        assert self._scratch is not None, "reconstruct comes after project"
+        self._scratch.is_taken = self._has_taken_scratch = False
 
     # For checkpoints, in plain torch, one matrix at a time: their time doesn't matter.
 
