@@ -1,7 +1,4 @@
-"""What PowerSGD's kernels compute on for one bucket: tables, tensors and options. Launchers take a bucket.
-
-What lives within a step is in a scratch, which the plans on a device take in turns.
-"""
+"""What PowerSGD's kernels compute on for one bucket: tables, tensors and options. Launchers take a bucket."""
 
 from __future__ import annotations
 

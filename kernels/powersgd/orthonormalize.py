@@ -342,11 +342,7 @@ def _orthonormalize_kernel(
 
 
 def block_of(rank: int, itemsize: int) -> int:
-    """Return BLOCK: as many rows at a time as the registers hold.
-
-    rank: padded.
-    itemsize: bytes of an element in the panels.
-    """
+    """Return BLOCK: as many rows at a time as the registers hold. itemsize: of the panels."""
     if rank <= 4:
         return min(8192 // (rank * rank), 1024)
     if rank == 32:

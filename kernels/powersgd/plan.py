@@ -26,9 +26,8 @@ class PowerSGDPlan:
     device: the bucket's device; "meta" for a plan that is only compiled.
     arithmetic: PowerSGDBucket's error_feedback, warm_start and epsilon.
 
-    M (as large as the compressed gradients, in their dtype) and the factors are allocated here. Partial sums
-    and wires are in a scratch of take_scratch, from project to reconstruct; before and after, p_wire and
-    q_wire are undefined. A step allocates nothing, unless it needs another scratch or a larger one.
+    M (as large as the compressed gradients, in their dtype) and the factors are allocated here. A step
+    allocates nothing, unless it needs another scratch or a larger one.
     """
 
     def __init__(

@@ -297,11 +297,7 @@ def _project_kernel(
 
 
 def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return how _project_kernel is compiled.
-
-    rank: padded.
-    dtype: the gradient's.
-    """
+    """Return how _project_kernel is compiled. rank: padded."""
     # In float16 shortening the error takes registers, and in fp64 so does everything: there a matrix's row of
     # the table is loaded again for each tile, through shared memory. Elsewhere it is loaded once, which takes
     # more registers.

@@ -77,10 +77,7 @@ def _random_q_kernel(
 
 
 def random_q(bucket: PowerSGDBucket) -> Launch:
-    """Return the launch of _random_q_kernel, needed once, before the first step. Slot: seed.
-
-    Random columns take the place of columns of Q that are zero or not finite.
-    """
+    """Return the launch of _random_q_kernel, needed once, before the first step. Slot: seed."""
     work = bucket.work
     return Launch(
         _random_q_kernel, work.num_norms, bucket.q, bucket.matrices, bucket.tables["reconstruct"], SEED,
@@ -125,19 +122,12 @@ def direction(
 
 
 def is_kept(squared: torch.Tensor) -> torch.Tensor:
-    """Return which columns direction takes from Q, rather than at random.
-
-    squared: the columns' squared lengths, fp64.
-    """
+    """Return which columns of these squared lengths, fp64, direction takes from Q, rather than at random."""
     return torch.ge(squared, SHORTEST_SQUARED.value) & torch.lt(squared, torch.inf)
 
 
 def scale_of(squared: torch.Tensor, unit: bool) -> torch.Tensor:
-    """Return direction's factors, as fp64.
-
-    squared: the columns' squared lengths, fp64.
-    unit: direction's UNIT.
-    """
+    """Return direction's factors, as fp64, for columns of these squared lengths. unit: its UNIT."""
     squared = torch.where(is_kept(squared), squared, 1.0)
     if unit:
         return 1.0 / squared.sqrt()

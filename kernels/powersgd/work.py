@@ -51,11 +51,7 @@ def padded_rank(rank: int) -> int:
 
 
 def block_shape(itemsize: int, rank: int) -> tuple[int, int]:
-    """Return the rows of a block of P, and of a block of Q.
-
-    itemsize: bytes of a gradient element.
-    rank: padded.
-    """
+    """Return the rows of a block of P, and of a block of Q. rank: padded."""
     if itemsize == 8:
         return 32, 32
     if rank > 8:
@@ -65,8 +61,6 @@ def block_shape(itemsize: int, rank: int) -> tuple[int, int]:
 
 def tile_shapes(itemsize: int, rank: int) -> dict[str, tuple[int, int]]:
     """Return (block, length) of a tile by kernel: project's tiles lie in a block of rows, others' of columns.
-
-    rank: padded.
 
     Programs take whole tiles, so tiles are as small as wide accesses and matrix products allow.
     """
@@ -82,11 +76,7 @@ def tile_shapes(itemsize: int, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def wire_stride(length: int, itemsize: int) -> int:
-    """Return the number of elements from one column of a factor to the next on a wire.
-
-    length: the factor's rows. The result is length, rounded up to 16 bytes.
-    itemsize: bytes of an element on the wire.
-    """
+    """Return length, rounded up to 16 bytes: elements from one column of a factor to the next on a wire."""
     vector = 16 // itemsize
     return -(-length // vector) * vector
 
@@ -94,7 +84,6 @@ def wire_stride(length: int, itemsize: int) -> int:
 def factor_tile(rank: int, block: int, itemsize: int) -> tuple[int, int]:
     """Return (rows, columns) of Q that a program copies from the wire at once: 8 elements per thread.
 
-    rank: padded.
     block: rows of a panel's block.
     itemsize: bytes of an element in the panels.
     """

@@ -33,10 +33,7 @@ def padded_size(block_size: int) -> int:
 
 
 def tile_shape(block_size: int, itemsize: int) -> tuple[int, int]:
-    """Return (blocks of a tile, warps of its program).
-
-    itemsize: bytes of an element in the arithmetic.
-    """
+    """Return (blocks of a tile, warps of its program). itemsize: of the arithmetic."""
     columns, thread_numel = padded_size(block_size), THREAD_BYTES // itemsize
     num_warps = min(max(columns // (WARP_SIZE * thread_numel), MIN_WARPS), MAX_WARPS)
     return max(1, num_warps * WARP_SIZE * thread_numel // columns), num_warps
