@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -168,25 +168,17 @@ def dequantize(
         out += decoded
 
 
-# The codes [blocks, bytes] and the scales [blocks] of a chunk, views of a payload.
-Coded = tuple[Tensor, Tensor]
-
-
-# (slice of a chunk's elements, the same elements' slice in the bucket) pairs.
-Copies = Sequence[tuple[slice, slice]]
-
-
 class Chunk(NamedTuple):
     """Blocks of a shard that are quantized together.
 
     rows, blocks: the slices of the shard's blocks, and of all shards' blocks.
-    copies: all of the chunk's.
+    copies: (slice of the chunk's elements, the same elements' slice in the bucket) pairs.
     in_bucket: the chunk's elements in the bucket if they are together there, without padding; otherwise None.
     """
 
     rows: slice
     blocks: slice
-    copies: Copies
+    copies: list[tuple[slice, slice]]
     in_bucket: slice | None
 
 
@@ -231,8 +223,8 @@ class _Operation:
             is_whole = [own for own, _ in copies] == [slice(0, stop - start)]
             yield Chunk(rows, blocks, copies, copies[0][1] if is_whole else None)
 
-    def _coded(self, payloads: Tensor) -> Iterator[list[Coded]]:
-        """Yield the codes and scales of every payload's first chunk, then of their second one, and so on.
+    def _coded(self, payloads: Tensor) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Yield (codes [blocks, bytes], scales [blocks]) of every payload's first chunk, then its second, ….
 
         payloads: [payloads, bytes], contiguous. Each view takes one call here: slices of slices take several.
         """
@@ -260,13 +252,13 @@ class _Operation:
         largest = float(scales.amax()) if scales.numel() else 0.0
         return exact, scales, largest, None if largest * LARGEST_CODE[self._bits] <= self._top else self._top
 
-    def _values(self, chunk: Chunk, buffer: Tensor | None = None) -> tuple[Tensor, Copies]:
+    def _values(self, chunk: Chunk, buffer: Tensor | None = None) -> tuple[Tensor, list[tuple[slice, slice]]]:
         """Return where a chunk's values are computed, and the copies from there to the buffer.
 
         That is the buffer itself if possible, or scratch.
         """
         if buffer is not None and chunk.in_bucket is not None and buffer.dtype == self._wide:
-            return buffer[chunk.in_bucket].view(-1, self._layout.block_size), ()
+            return buffer[chunk.in_bucket].view(-1, self._layout.block_size), []
         shape = chunk.rows.stop - chunk.rows.start, self._layout.block_size
         return _scratch(torch.Size(shape), self._wide, "values"), chunk.copies
 
@@ -326,7 +318,9 @@ class _Adding(_Operation):
         self._num_ranks = divisor or num_payloads
         self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean
 
-    def _add(self, sent: Sequence[Coded], rank: int, top: float | None, is_large: bool, out: Tensor) -> None:
+    def _add(
+        self, sent: list[tuple[Tensor, Tensor]], rank: int, top: float | None, is_large: bool, out: Tensor
+    ) -> None:
         """Make this rank's own values in out, if there are any, the quotient of all ranks' sum.
 
         sent: the senders' codes and scales of a chunk, added in their order.
