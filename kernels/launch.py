@@ -61,9 +61,6 @@ class Launch:
         if is_rocm():
             constants.pop("maxnreg", None)  # for which Triton raises KeyError there
         self.slots = [(i, value) for i, value in enumerate(arguments) if isinstance(value, Slot)]
-        self._run: Any = None  # launches the compiled kernel
-        self._of_kernel: tuple[Any, ...] = ()
-        self._bound: list[Any] = []
 
     def __call__(self, **values: Any) -> None:
         """Launch by Triton's own launch. values: of the slots, by name."""
@@ -89,7 +86,7 @@ class Launch:
         addresses = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
         names = self._kernel.arg_names[len(arguments) :]
         self._bound = [*addresses, *(self._constants[name] for name in names)]
-        self._run = compiled.run  # loads the kernel
+        self._run = compiled.run  # loads the kernel; launches it
         # The last three are None as without hooks that see launches.
         self._of_kernel = compiled.function, compiled.packed_metadata, None, None, None
         return True

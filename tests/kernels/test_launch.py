@@ -176,7 +176,7 @@ def test_a_launch_is_not_changed_by_another_threads():
     """Casts and copies share a launch: another call comes while the arguments are put together."""
     launched = []
     launch = Launch(Kernel(), None, Slot("src", 0), Slot("scale", 0.0))
-    launch._bound = [None, None]
+    launch._bound, launch._of_kernel = [None, None], ()
     launch._run = lambda *arguments: launched.append((arguments[0], *arguments[4:]))
 
     class Interrupted(dict):
