@@ -105,10 +105,7 @@ def saturated(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def load_codes(codes_ptr, num_blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr):
-    """Load the packed codes of a tile, for decode.
-
-    codes_ptr: the tile's first byte of codes.
-    """
+    """Load the packed codes of a tile, for decode, from its first byte of codes."""
     mask, offs = tile_of(num_blocks, BLOCKS, SIZE * BITS // 8)
     return tl.load(codes_ptr + offs, mask=mask, other=0)
 
@@ -130,11 +127,7 @@ def decode(packed, scale, ACC: tl.constexpr, BITS: tl.constexpr, LIMIT: tl.const
 
 @triton.jit
 def store_codes(codes_ptr, codes, num_blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr):
-    """Pack and store encode's codes of a tile.
-
-    codes_ptr: the tile's first byte of codes. With 4 bits, two codes share a byte: the first one is in the
-        lower half.
-    """
+    """Pack and store encode's codes of a tile. With 4 bits, a pair's first code is a byte's lower half."""
     mask, offs = tile_of(num_blocks, BLOCKS, SIZE * BITS // 8)
     if BITS == 4:
         low, high = tl.split(tl.reshape(codes, (BLOCKS, codes.shape[1] // 2, 2)))
@@ -156,10 +149,7 @@ def codes_at(payload_ptr, at, SIZE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def load_scales(payload_ptr, at, num_blocks, BLOCKS: tl.constexpr):
-    """Load the scales of a tile as fp32.
-
-    at: the byte of the first scale; scales are stored in bf16.
-    """
+    """Load the scales of a tile as fp32. at: the byte of the first scale; scales are stored in bf16."""
     offs = tl.arange(0, BLOCKS)
     scales = (payload_ptr + at).to(tl.pointer_type(tl.uint16))
     # Converted as integers: Triton's interpreter doesn't convert subnormal numbers to and from bf16.
@@ -169,10 +159,7 @@ def load_scales(payload_ptr, at, num_blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def store_scales(payload_ptr, at, scale, num_blocks, BLOCKS: tl.constexpr):
-    """Store encode's scales of a tile in bf16.
-
-    at: the byte of the first scale.
-    """
+    """Store encode's scales of a tile in bf16, see load_scales."""
     offs = tl.arange(0, BLOCKS)
     scales = (payload_ptr + at).to(tl.pointer_type(tl.uint16))
     upper = (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
