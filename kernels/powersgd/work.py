@@ -141,7 +141,8 @@ class PowerSGDWork:
         """Set matrix_table and the sizes of the buffers."""
         itemsize, wire_itemsize = self._itemsize, self._wire_itemsize
         line = 128 // itemsize
-        memory = p_panel = q_panel = p_wire = q_wire = norms = 0
+        self.memory_numel = self.p_panel_numel = self.q_panel_numel = 0
+        self.uncompressed_start = self.q_wire_numel = self.num_norms = 0  # uncompressed tensors follow all P
         # The random panels follow all panels of Q. They replace columns of Q that are zero or not finite.
         all_q = self.rank * sum(self.num_col_blocks(each) * self.block_cols for each in self.matrices)
         self.matrix_table: list[tuple[int, ...]] = []
@@ -152,24 +153,21 @@ class PowerSGDWork:
             num_norms = len(self._norm_segments(matrix))
             self.matrix_table.append(
                 (
-                    matrix.offset, matrix.rows, matrix.cols, matrix.rank, matrix.numel, memory, memory_cols,
-                    p_panel, p_stride, q_panel, q_stride, all_q + q_panel, p_wire, q_wire, matrix.draw,
-                    norms, num_norms,
+                    matrix.offset, matrix.rows, matrix.cols, matrix.rank, matrix.numel, self.memory_numel,
+                    memory_cols, self.p_panel_numel, p_stride, self.q_panel_numel, q_stride,
+                    all_q + self.q_panel_numel, self.uncompressed_start, self.q_wire_numel, matrix.draw,
+                    self.num_norms, num_norms,
                 )
             )  # fmt: skip
-            memory += -(-matrix.rows * memory_cols // line) * line
-            p_panel += self.rank * p_stride
-            q_panel += self.rank * q_stride
-            p_wire += wire_stride(matrix.rows, wire_itemsize) * matrix.rank
-            q_wire += wire_stride(matrix.cols, wire_itemsize) * matrix.rank
-            norms += num_norms
-        self.memory_numel = memory
-        self.p_panel_numel = p_panel
+            self.memory_numel += -(-matrix.rows * memory_cols // line) * line
+            self.p_panel_numel += self.rank * p_stride
+            self.q_panel_numel += self.rank * q_stride
+            self.uncompressed_start += wire_stride(matrix.rows, wire_itemsize) * matrix.rank
+            self.q_wire_numel += wire_stride(matrix.cols, wire_itemsize) * matrix.rank
+            self.num_norms += num_norms
         self.q_panel_numel = 2 * all_q
-        self.uncompressed_start = p_wire
-        self.p_wire_numel = p_wire + sum(wire_stride(numel, wire_itemsize) for _, numel in self._uncompressed)
-        self.q_wire_numel = q_wire
-        self.num_norms = norms
+        uncompressed = sum(wire_stride(numel, wire_itemsize) for _, numel in self._uncompressed)
+        self.p_wire_numel = self.uncompressed_start + uncompressed
 
     def _norm_segments(self, matrix: Matrix) -> list[tuple[int, int]]:
         """Return the ranges of column blocks (rows of Q) that _next_q_work's programs process."""
@@ -219,11 +217,9 @@ class PowerSGDWork:
 
     def _next_q_work(self) -> Iterator[tuple[int, ...]]:
         """Yield (NEXT_Q, matrix, index of the norms, first column block, one past the last)."""
-        norm = 0
         for index, matrix in enumerate(self.matrices):
-            for span in self._norm_segments(matrix):
+            for norm, span in enumerate(self._norm_segments(matrix), self.fields(index)["first_norm"]):
                 yield NEXT_Q, index, norm, *span, 0, 0
-                norm += 1
 
     def _copies(self) -> Iterator[tuple[int, ...]]:
         """Yield (COPY, first bucket element, first wire element, number of elements, zeros behind them)."""
