@@ -28,12 +28,7 @@ def _cast_kernel(src_ptr, dst_ptr, numel: tl.int64, scale: tl.float64, BLOCK: tl
 
 
 def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:
-    """Write scale · src to out, rounded once to out's dtype, in one launch.
-
-    src: contiguous, any floating-point dtype.
-    out: contiguous, as many elements as src, any floating-point dtype, on src's device. It may be src itself;
-        otherwise the two must not share memory.
-    """
+    """Write scale · src to out in one launch, see ops.cast. The two are one tensor, or share no memory."""
     numel = src.numel()
     launch = cast_of(src.dtype, out.dtype, out.device)
     launch(num_programs=triton.cdiv(numel, BLOCK), src=src, out=out, numel=numel, scale=scale)
@@ -132,7 +127,6 @@ def copy(
     """Write scale · the tensors' elements to flat, one tensor after another, or the reverse, in one launch.
 
     tensors: one floating-point dtype, on flat's device, without gaps, each in the order of its memory.
-    tables: the FlattenTables of these tensors.
     flat: contiguous, 1-D, any floating-point dtype. Each element is rounded once.
     """
     if tensors:

@@ -84,12 +84,10 @@ class Run:
 class MatrixGroup:
     """The matrices of one shape: their positions in the bucket, their errors, and their factors.
 
-    matrices: the matrices' positions in the bucket.
     p [k, rows, r], qt [k, r, cols]: the factors, in the wide dtype (fp32 or fp64), kept from step to step.
         For reconstruct they are P / shrunk and shrunk · Q (see PowerSGDPlan).
     scratch: a buffer for one matrix in the wide dtype, empty if none is needed (see PowerSGDPlan).
     dtype: the bucket's dtype.
-    keep_error: True with error feedback.
 
     memory: [k, rows, cols] in the bucket's dtype; None without error feedback. From project to reconstruct it
         holds M = gradient + error. Between steps it holds the error, or still M; settle() then subtracts
