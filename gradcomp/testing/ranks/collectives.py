@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -237,16 +237,13 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _gather(
         self, name: str, outputs: list[Tensor], inputs: list[Tensor], sends: _Tensors, **agreed: int
     ) -> dist.Work:
-        if self.rank() in sends:
-            _check_alike(name, outputs, inputs[0], self.size())
-        return self._issue(name, inputs, agreed, sends=sends, receives=_by_rank(outputs), value=outputs)
+        receives = self._by_rank(name, outputs, inputs[0]) if self.rank() in sends else {}
+        return self._issue(name, inputs, agreed, sends=sends, receives=receives, value=outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
         root = self._root("scatter", opts)
-        mine = inputs[0] if self.rank() == root else []
-        if self.rank() == root:
-            _check_alike("scatter", mine, outputs[0], self.size())
-        moves = {"sends": _by_rank(mine), "receives": {root: outputs}}
+        sends = self._by_rank("scatter", inputs[0], outputs[0]) if self.rank() == root else {}
+        moves = {"sends": sends, "receives": {root: outputs}}
         return self._issue("scatter", outputs, {"root": root}, value=outputs, **moves)
 
     def reduce_scatter(
@@ -260,8 +257,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter(self, name: str, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
         op = _reduction_name(name, opts, outputs)
-        _check_alike(name, inputs, outputs[0], self.size())
-        return self._issue(name, outputs, {"op": op}, sends=_by_rank(inputs), value=outputs, op=op)
+        sends = self._by_rank(name, inputs, outputs[0])
+        return self._issue(name, outputs, {"op": op}, sends=sends, value=outputs, op=op)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         return self._all_to_all("all_to_all", outputs, inputs, outputs)
@@ -274,20 +271,16 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         input_split_sizes: list[int],
         opts: Any = None,
     ) -> dist.Work:
-        name = "all_to_all_single"
-        outputs = self._split(name, output, output_split_sizes)
-        return self._all_to_all(name, outputs, self._split(name, input, input_split_sizes), [output])
+        outputs, inputs = self._split(output, output_split_sizes), self._split(input, input_split_sizes)
+        return self._all_to_all("all_to_all_single", outputs, inputs, [output])
 
     def _all_to_all(
         self, name: str, outputs: list[Tensor], inputs: list[Tensor], value: list[Tensor]
     ) -> dist.Work:
-        for tensors in (outputs, inputs):
-            if len(tensors) != self.size():
-                raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {self.size()}")
+        moves = {"sends": self._by_rank(name, inputs), "receives": self._by_rank(name, outputs)}
         _traits(name, [*outputs, *inputs])
         if any(_overlap(output, input) for output in outputs for input in inputs):
             raise RuntimeError(f"{name}: output and input share memory; gloo computes nonsense then")
-        moves = {"sends": _by_rank(inputs), "receives": _by_rank(outputs)}
         return self._issue(name, [], {"dtype": inputs[0].dtype}, value=value, **moves)
 
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -296,24 +289,27 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _rows(self, name: str, whole: Tensor, part: Tensor) -> list[Tensor]:
         """Split `whole` into W views shaped like `part`; `whole` has them concatenated or stacked."""
         _traits(name, [whole])
-        if whole.numel() != self.size() * part.numel():
-            raise RuntimeError(f"{name}: {list(whole.shape)} is not {self.size()} times {list(part.shape)}")
         return list(whole.view(self.size(), *part.shape).unbind())
 
-    def _split(self, name: str, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
-        sizes = list(sizes) or [tensor.shape[0] // self.size()] * self.size()
-        if sum(sizes) != tensor.shape[0]:
-            raise RuntimeError(f"{name}: split sizes {sizes} do not add up to {tensor.shape[0]} rows")
-        return list(tensor.split(sizes))
+    def _split(self, tensor: Tensor, sizes: list[int]) -> list[Tensor]:
+        return list(tensor.split(list(sizes) or [tensor.shape[0] // self.size()] * self.size()))
+
+    def _by_rank(self, name: str, tensors: Sequence[Tensor], like: Tensor | None = None) -> _Tensors:
+        """Return the tensor of each rank. Raises RuntimeError unless there is one, like `like` if given."""
+        if len(tensors) != self.size():
+            raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {self.size()}")
+        for index, tensor in enumerate(tensors):
+            if like is not None and (tensor.shape != like.shape or tensor.dtype != like.dtype):
+                raise RuntimeError(
+                    f"{name}: tensor {index} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} "
+                    f"{list(like.shape)}"
+                )
+        return {rank: [tensor] for rank, tensor in enumerate(tensors)}
 
     # Names of torch before 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
-
-
-def _by_rank(tensors: Sequence[Tensor]) -> _Tensors:
-    return {rank: [tensor] for rank, tensor in enumerate(tensors)}
 
 
 _REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -347,26 +343,10 @@ def _reduction_name(name: str, opts: Any, tensors: Sequence[Tensor]) -> str:
     """Return the name of the reduction in opts. Raises RuntimeError if gloo refuses it for these tensors."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     op_name = str(getattr(op, "op", op)).rpartition(".")[2]
-    integral = tensors[0].dtype in _INTEGRAL
-    if (
-        op_name not in REDUCTIONS
-        or (op_name == "AVG" and integral)
-        or (op_name in ("BAND", "BOR", "BXOR") and not integral)
-    ):
+    refused = ("AVG",) if tensors[0].dtype in _INTEGRAL else ("BAND", "BOR", "BXOR")
+    if op_name not in REDUCTIONS or op_name in refused:
         raise RuntimeError(f"{name}: cannot use ReduceOp.{op_name} with {tensors[0].dtype}")
     return op_name
-
-
-def _check_alike(name: str, tensors: Sequence[Tensor], like: Tensor, world_size: int) -> None:
-    """Raise RuntimeError unless there is one tensor per rank, each with the shape and dtype of `like`."""
-    if len(tensors) != world_size:
-        raise RuntimeError(f"{name}: {len(tensors)} tensors in a group of {world_size}")
-    for index, tensor in enumerate(tensors):
-        if tensor.shape != like.shape or tensor.dtype != like.dtype:
-            raise RuntimeError(
-                f"{name}: tensor {index} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} "
-                f"{list(like.shape)}"
-            )
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -375,14 +355,11 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return first[0] + first[1] > second[0] and second[1] > 0
 
 
-def _refuse(method: str) -> Callable[..., NoReturn]:
-    def refused(self: SimulatedProcessGroup, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"simulated ranks have no {method}: run with ranks='gloo'")
-
-    return refused
+def _refuse(method: str, *_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(f"simulated ranks have no {method}: run with ranks='gloo'")
 
 
 _COMMUNICATES = re.compile("all|reduce|gather|scatter|cast|send|recv|barrier|coalescing|split_group")
 for _method in filter(_COMMUNICATES.search, dir(dist.ProcessGroup)):
     if not hasattr(object, _method) and _method not in vars(SimulatedProcessGroup):
-        setattr(SimulatedProcessGroup, _method, _refuse(_method))
+        setattr(SimulatedProcessGroup, _method, staticmethod(partial(_refuse, _method)))
