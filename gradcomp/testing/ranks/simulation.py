@@ -147,8 +147,8 @@ class Simulation:
     ) -> None:
         ranks = range(world_size)
         groups = [SimulatedProcessGroup(self, rank, ranks, 0) for rank in ranks]
-        self._worlds = [c10d.new_world(group, ranks, next(_first_names)) for group in groups]
-        self._identity = c10d.Identity(self._worlds, _variables_of((function, *arguments)))
+        self.worlds = [c10d.new_world(group, ranks, next(_first_names)) for group in groups]
+        self._identity = c10d.Identity(self.worlds, _variables_of((function, *arguments)))
         self._random = random.Random(schedule) if schedule else None
         # Collectives that some members have yet to issue: by group and place in its sequence, then by member.
         self._open: dict[tuple[tuple[int, ...], int, int], dict[int, SimulatedWork]] = {}
@@ -212,14 +212,6 @@ class Simulation:
 
     def _mismatch(self, problem: str, members: dict[int, SimulatedWork]) -> None:
         self.fail(CollectiveMismatch("\n".join([problem, *_issuers(members)])))
-
-    def new_group(self, ranks: Sequence[int]) -> SimulatedProcessGroup:
-        """Make the running rank's process group for a new group of these global ranks."""
-        rank = self._task("new_group").rank
-        index = 1 + sum(group.ranks == tuple(ranks) for group in self._worlds[rank].groups)
-        group = SimulatedProcessGroup(self, rank, ranks, index)
-        self._worlds[rank].groups.append(group)
-        return group
 
     def _wait_for(self, future: torch.futures.Future[Any]) -> None:
         if threading.current_thread() is self._running:
@@ -351,10 +343,13 @@ def _issuers(members: dict[int, SimulatedWork]) -> list[str]:
 
 
 def _new_group(options: Any, _: Any) -> dist.ProcessGroup:
-    """Make the running rank's process group, for dist.new_group."""
-    world = dist.group.WORLD
+    """Make the running rank's process group for dist.new_group."""
+    world, ranks = dist.group.WORLD, tuple(options.global_ranks_in_group)
     assert isinstance(world, SimulatedProcessGroup)
-    return world.simulation.new_group(options.global_ranks_in_group)
+    groups = world.simulation.worlds[world.rank()].groups
+    index = 1 + sum(group.ranks == ranks for group in groups)
+    groups.append(group := SimulatedProcessGroup(world.simulation, world.rank(), ranks, index))
+    return group
 
 
 dist.Backend.register_backend(c10d.BACKEND, _new_group, extended_api=True, devices=["cpu", "cuda"])
