@@ -222,12 +222,10 @@ def _report(
 class _Search:
     """The search for a workload on which a property of a hook fails.
 
-    what: the search in words, to show the progress.
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
     failure, first: the last failure, and the first one.
     measured: the measured value, if any, of each workload on which the property holds.
     printed: the last lines that the hook printed when it failed again.
-    too_slow: the reason why the time is over; "" if it isn't.
     """
 
     searched: Property
@@ -244,14 +242,10 @@ class _Search:
 
     def simplify(self) -> None:
         """Simplify the failing workload while a simpler one fails, too."""
-        left = MOST_SIMPLER
-        while self.failure is not None and left > 0:
-            for workload in self.failure.counterexample.simpler():
-                left -= 1
-                if left >= 0 and self.fails(workload):
-                    break
-            else:
-                return
+        untried = self.failure.counterexample.simpler() if self.failure is not None else iter(())
+        for _ in range(MOST_SIMPLER):
+            if (workload := next(untried, None)) is not None and self.fails(workload):
+                untried = workload.simpler()
 
     def confirm(self) -> None:
         """Drop a failure if neither it nor the first one comes again: a busy machine accuses nobody."""
