@@ -158,7 +158,7 @@ class Drawn:
 
         In a plain step, in the first compressed step and in the last step.
         """
-        matrix = (8, 9) if self._is_compressed((8, 9)) else min(self._compressed_shapes(), key=math.prod)
+        matrix = min(self._compressed_shapes(), key=math.prod) if self.claims.is_exact((8, 9)) else (8, 9)
         workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
         steps = sorted({0, self.claims.start, self.claims.start + 1})
         for poison in product(steps, range(workload.world_size), range(2), NOT_FINITE):
@@ -196,8 +196,8 @@ class Drawn:
 
     def _compressed_shapes(self) -> list[Shape]:
         """List compressed matrices: all with sides in DIMS, or a larger one; and those of _odd_shapes."""
-        small = [shape for shape in product(DIMS, DIMS) if self._is_compressed(shape)]
-        large = [(side, side) for side in LARGER_DIMS if self._is_compressed((side, side))]
+        small = [shape for shape in product(DIMS, DIMS) if not self.claims.is_exact(shape)]
+        large = [(side, side) for side in LARGER_DIMS if not self.claims.is_exact((side, side))]
         return [*(small or large[:1] or [(1, 1)]), *self._odd_shapes()]
 
     def _odd_shapes(self) -> list[Shape]:
@@ -205,12 +205,9 @@ class Drawn:
         columns = (*DIMS, *LARGER_DIMS)
         found: list[Shape] = []
         for side in (dim for dim in DIMS if 16 < dim < 64 and dim % 2):
-            found += [(side, other) for other in columns if self._is_compressed((side, other))][:1]
-            found += [(other, side) for other in columns if self._is_compressed((other, side))][:1]
+            found += [(side, other) for other in columns if not self.claims.is_exact((side, other))][:1]
+            found += [(other, side) for other in columns if not self.claims.is_exact((other, side))][:1]
         return found
-
-    def _is_compressed(self, shape: Shape) -> bool:
-        return not self.claims.is_exact(shape)
 
     def _scales(self) -> tuple[int, int]:
         """Return the least and largest log2_scale, each 2^8 away from subnormal numbers or overflow."""
