@@ -115,8 +115,7 @@ class Workload:
         for index, gradient in enumerate(gradients if self.masked else []):
             gradient[_mask(self.shapes[index], self.masked, self._seed(index))] = 0.0
         if self.poison is not None and self.poison[:2] == (step, rank):
-            poisoned = gradients[self.poison[2]].view(-1)
-            poisoned[-1] = self.poison[3]
+            gradients[self.poison[2]].view(-1)[-1] = self.poison[3]
         return gradients
 
     @lru_cache(maxsize=64)  # noqa: B019 a few workloads outlive their runs
@@ -278,14 +277,11 @@ def _mask(shape: Shape, fraction: float, seed: int) -> Tensor:
     rows, cols = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(rows, cols, dtype=torch.bool, device="cpu")
-    numbers = (rows * cols, rows, cols)
-    elements, lines, columns = (
-        torch.randperm(n, generator=generator, dtype=torch.int64, device="cpu") for n in numbers
-    )
-    chosen.view(-1)[elements[: math.ceil(fraction * rows * cols)]] = True
+    parts = [(chosen.view(-1), math.ceil(fraction * rows * cols))]
     if len(shape) > 1:
-        chosen[lines[: int(fraction / 2 * rows)]] = True
-        chosen[:, columns[: int(fraction / 2 * cols)]] = True
+        parts += [(chosen, int(fraction / 2 * rows)), (chosen.mT, int(fraction / 2 * cols))]
+    for lines, num in parts:
+        lines[torch.randperm(len(lines), generator=generator, dtype=torch.int64, device="cpu")[:num]] = True
     return chosen.view(shape)
 
 
