@@ -114,13 +114,8 @@ class SimulatedWork(dist.Work):
         if self.future is None:
             self.future = torch.futures.Future(devices=list(self.devices))
             if self.done:
-                self.complete()
+                self.future.set_result(list(self.value))
         return self.future
-
-    def complete(self) -> None:
-        """Set the future's value, which runs its callbacks."""
-        assert self.future is not None
-        self.future.set_result(list(self.value))
 
 
 def carry_out(works: Sequence[SimulatedWork]) -> None:
@@ -134,17 +129,13 @@ def carry_out(works: Sequence[SimulatedWork]) -> None:
         torch.cuda.synchronize(device)
     with torch.no_grad():
         writes: list[tuple[Tensor, Tensor]] = []
-        totals: dict[tuple[int, ...], Tensor] = {}
         for rank, work in enumerate(works):
             for source, outputs in work.receives.items():
                 writes += zip(outputs, works[source].sends[rank], strict=True)
             if work.op:
                 for output, *terms in zip(work.value, *(peer.sends[rank] for peer in works), strict=True):
-                    key = tuple(map(id, terms))  # an all-reduce has one sum for all ranks
-                    if key not in totals:
-                        total = reduce(REDUCTIONS[work.op], terms)
-                        totals[key] = total / len(terms) if work.op == "AVG" else total.clone()
-                    writes.append((output, totals[key]))
+                    total = reduce(REDUCTIONS[work.op], terms)
+                    writes.append((output, total / len(terms) if work.op == "AVG" else total))
         for output, value in writes:
             output.detach().copy_(value)  # autograd does not see collectives
     for device in devices:

@@ -228,7 +228,8 @@ class Simulation:
         for work in works:
             work.done = True
             if work.future is not None:
-                self._pending.append(Task(self, work.rank, work.complete))
+                done = partial(work.future.set_result, list(work.value))
+                self._pending.append(Task(self, work.rank, done))
 
     def _task(self, what: str) -> Task:
         """Return the running task. Raises RuntimeError if the calling thread isn't it."""
