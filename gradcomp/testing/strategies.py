@@ -164,13 +164,8 @@ class Drawn:
         for poison in product(steps, range(workload.world_size), range(2), NOT_FINITE):
             yield replace(workload, poison=poison)
 
-    def flushed(self) -> SearchStrategy[Workload]:
-        """Draw workloads that end with enough zero gradients for each element to come out."""
-        options: dict[str, Any] = {"rearranged": st.booleans(), "accumulated": st.booleans()}
-        drawn = self.any(extra_steps=12, max_numel=64, num_tensors=(1, 3), **options)
-        return drawn.map(self.with_zeros)
-
     def with_zeros(self, workload: Workload) -> Workload:
+        """Let a workload end with enough zero gradients for each element to come out."""
         numel = max(workload.numel(*indices) for indices in workload.buckets)
         zero_steps = SETTLING_STEPS + self.claims.steps_until_sent(numel)
         return replace(workload, zero_steps=min(zero_steps, MOST_ZERO_STEPS))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from hypothesis import strategies as st
 
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.workload import Workload
@@ -43,7 +44,9 @@ STUCK = 1 / 16
     "error_feedback",
     unclaimed=lambda claims: "" if claims.tracks is None else f"tracks is {claims.tracks:g}",
     declined=_declined,
-    workloads=lambda drawn: drawn.flushed(),
+    workloads=lambda drawn: drawn.any(
+        extra_steps=12, max_numel=64, num_tensors=(1, 3), rearranged=st.booleans(), accumulated=st.booleans()
+    ).map(drawn.with_zeros),
     listed=lambda drawn: map(
         drawn.with_zeros,
         [
