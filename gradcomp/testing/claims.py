@@ -202,8 +202,17 @@ def claims_of(
     Raises ValueError if a state starts to compress after more than 16 steps, or if the hook fails for
     want of a GPU; RankError if it fails for another reason.
     """
+    probe, run = replace(PROBE, device=device), partial(run_hook, hook, make_state, ranks=ranks)
     try:
-        return _claims_of(hook, make_state, device, ranks)
+        state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
+        name = "start_powerSGD_iter" if hasattr(state, "start_powerSGD_iter") else "start_iter"
+        start: int | None = getattr(state, name, None)
+        if start is not None and start > LONGEST_START:
+            raise ValueError(
+                f"{name} is {start}: every example would run that many plain steps first. Test with a state "
+                f"that starts earlier, for example {name}=2"
+            )
+        unchanged = run(probe)
     except RankError as error:
         *_, last = str(error).splitlines()
         if device == "cpu" and NEEDS_A_GPU.match(last):
@@ -212,19 +221,7 @@ def claims_of(
                 'and device="cuda"'
             ) from error
         raise
-
-
-def _claims_of(hook: Hook, make_state: MakeState, device: str, ranks: Ranks) -> Claims:
-    state, checkpoint = run_ranks(partial(_state, make_state), 1)[0] if make_state else (None, None)
-    name = "start_powerSGD_iter" if hasattr(state, "start_powerSGD_iter") else "start_iter"
-    start: int | None = getattr(state, name, None)
-    if start is not None and start > LONGEST_START:
-        raise ValueError(
-            f"{name} is {start}: every example would run that many plain steps first. Test with a state that "
-            f"starts earlier, for example {name}=2"
-        )
-    probe, run = replace(PROBE, device=device), partial(run_hook, hook, make_state, ranks=ranks)
-    claims = _inferred(hook, unchanged := run(probe), start)
+    claims = _inferred(hook, unchanged, start)
     if claims.unbiased:
         scaled = run(replace(probe, log2_factor=8))
         pairs = list(zip(unchanged.each_output(claims.start), scaled.each_output(claims.start), strict=True))
