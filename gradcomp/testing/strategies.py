@@ -154,10 +154,7 @@ class Drawn:
         return self.any(poison=st.tuples(step, rank, st.just(0), st.sampled_from(NOT_FINITE)))
 
     def every_poison(self) -> Iterator[Workload]:
-        """List workloads with inf, −inf or NaN on each rank, in a compressed matrix or the vector beside it.
-
-        In a plain step, in the first compressed step and in the last step.
-        """
+        """List workloads with inf, −inf or NaN on each rank, in a matrix or vector, in each kind of step."""
         matrix = min(self._compressed_shapes(), key=math.prod) if self.claims.is_exact((8, 9)) else (8, 9)
         workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
         steps = sorted({0, self.claims.start, self.claims.start + 1})

@@ -56,9 +56,7 @@ class SimulatedWork(dist.Work):
     place, site: its position in its group's sequence and the line that issued it, for messages.
     agreed: by name, the arguments that must be equal on all ranks.
     sends: by destination rank, the tensors to send. receives: by source rank, the tensors to fill.
-    value: the future's value.
-    op: the name of the reduction that fills `value`; "" for none.
-    done: whether it has been carried out.
+    op: the name of the reduction that fills the future's `value`; "" for none.
     """
 
     simulation: Simulation

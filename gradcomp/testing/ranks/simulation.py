@@ -68,10 +68,7 @@ def _owner(filename: str) -> str:
 
 
 def _variables_of(values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the variables of the modules in which the user's functions and classes among the values are.
-
-    Also those that partials and wrappers call.
-    """
+    """Return the variables of the modules of the user's functions that these values are, or call."""
     found, seen, waiting = {}, list[Any](), list(values)
     while waiting:
         value = waiting.pop()
@@ -114,7 +111,6 @@ class Task(threading.Thread):
     """A function that runs as one rank on its own thread: the rank's main function, or a callback.
 
     until, waits_for, site: while the task waits, the condition, its name in messages, and the line.
-    result: the function's.
     """
 
     def __init__(self, simulation: Simulation, rank: int, function: Callable[[], object]) -> None:
@@ -163,10 +159,7 @@ class Simulation:
         self._over, self._num_pauses = threading.Event(), 0
 
     def run(self, timeout_s: float) -> list[Any]:
-        """Run the ranks to their end, and return their results by rank. Leave no thread behind.
-
-        Raises the error of the first task that failed; RankError for a deadlock, or timeout_s without a call.
-        """
+        """Run the ranks to their end, and return their results by rank; see run_ranks."""
         with ExitStack() as stack:
             # A rank of another simulation runs this while that simulation holds the lock.
             if not isinstance(threading.current_thread(), Task):
