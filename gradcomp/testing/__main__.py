@@ -5,12 +5,14 @@ import ast
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from gradcomp.command_line import OneLineParser, find_callable, positive_int
-from gradcomp.testing.check import PROPERTIES, check_hook
+from gradcomp.testing import properties
+from gradcomp.testing.check import check_hook
 from gradcomp.testing.claims import claims_of
 from gradcomp.testing.comparison import compare
 from gradcomp.testing.ranks import RankError
@@ -50,20 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("hook", type=_named, help="the hook, as module:name")
     text = "the function or class that makes a rank's state from its process group, as module:name"
     parser.add_argument("make_state", type=_named, nargs="?", help=text)
+    number = partial(parser.add_argument, type=positive_int)
     text = "number of ranks (default: 2 and 3, and 1, 4, 5 and 16 in some workloads)"
-    parser.add_argument("--world-size", type=positive_int, metavar="W", help=text)
+    number("--world-size", metavar="W", help=text)
     text = "workloads drawn for each property (default: 25)"
-    parser.add_argument("--examples", type=positive_int, default=25, metavar="N", help=text)
+    number("--examples", dest="max_examples", default=25, metavar="N", help=text)
     text = "a dtype of the gradients; can be given several times (default: float32, float64)"
-    parser.add_argument("--dtype", action="append", choices=DTYPES, metavar="DTYPE", help=text)
-    names = [each.name for each in PROPERTIES]
-    text = f"check this property only; can be given several times: {', '.join(names)}"
-    parser.add_argument("--only", action="append", default=[], choices=names, metavar="PROPERTY", help=text)
+    several = partial(parser.add_argument, action="append", default=[])
+    several("--dtype", choices=DTYPES, dest="dtypes", metavar="DTYPE", help=text)
+    text = f"check this property only; can be given several times: {', '.join(properties.__all__)}"
+    several("--only", choices=properties.__all__, metavar="PROPERTY", help=text)
     text = "change a claim; can be given several times"
-    parser.add_argument("--claim", action="append", default=[], type=_claim, metavar="NAME=VALUE", help=text)
+    several("--claim", type=_claim, dest="claims", metavar="NAME=VALUE", help=text)
     text = "simulated ranks, or processes on gloo (default: simulated)"
     parser.add_argument("--ranks", choices=("simulated", "gloo"), default="simulated", help=text)
-    parser.add_argument("--no-processes", action="store_true", help="leave out the run in real processes")
+    text = "leave out the run in real processes"
+    parser.add_argument("--no-processes", action="store_false", dest="processes", help=text)
     parser.add_argument("--fail-fast", action="store_true", help="end at the first property that fails")
     parser.add_argument("--device", default="cpu", help="the gradients' device (default: cpu)")
     options = parser.parse_args(arguments)
@@ -71,24 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.zeros(1, dtype=torch.int64, device=options.device).tolist()
     except (AssertionError, RuntimeError) as error:
         parser.error(f"--device {options.device}: {str(error).splitlines()[0]}")
-    claims = None
+    options.dtypes = [getattr(torch, name) for name in options.dtypes] or None
+    changes, options.claims = dict(options.claims), None
     try:
-        if options.claim:
+        if changes:
             claims = claims_of(options.hook, options.make_state, options.device, options.ranks)
-            claims = replace(claims, **dict(options.claim))
-        report = check_hook(
-            options.hook,
-            options.make_state,
-            world_size=options.world_size,
-            max_examples=options.examples,
-            claims=claims,
-            ranks=options.ranks,
-            dtypes=[getattr(torch, name) for name in options.dtype or ()] or None,
-            device=options.device,
-            only=options.only,
-            processes=not options.no_processes,
-            fail_fast=options.fail_fast,
-        )
+            options.claims = replace(claims, **changes)
+        report = check_hook(**vars(options))
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     print(report)
