@@ -132,9 +132,7 @@ def _steps(
     random.seed(seed + rank)
     group_index, rank = divmod(rank, workload.world_size)
     if workload.groups > 1:
-        starts = range(0, workload.groups * workload.world_size, workload.world_size)
-        groups = [dist.new_group([*range(start, start + workload.world_size)]) for start in starts]
-        process_group = groups[group_index]
+        process_group, _ = dist.new_subgroups(workload.world_size)
     shares = (0.5, 0.5) if workload.accumulated else (1.0,)
     state = process_group if make_state is None else make_state(process_group)
     zeros = [torch.zeros(shape, dtype=workload.dtype, device=workload.device) for shape in workload.shapes]
