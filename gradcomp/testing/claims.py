@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import attrgetter
@@ -247,11 +248,9 @@ def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> t
     """Return a new state and its checkpoint claim: "safe" if it holds, else "any", else None."""
     state = make_state(process_group)
     for checkpoint in ("safe", "any"):
-        try:
+        with suppress(CheckpointError):
             reload(state, make_state, process_group, safe=checkpoint == "safe")
             return state, checkpoint
-        except CheckpointError:
-            pass
     return state, None
 
 

@@ -301,9 +301,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-_REAL = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _INTEGRAL = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
-_COMPLEX = (torch.complex64, torch.complex128)
+_OTHERS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
 def _traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
@@ -319,8 +318,7 @@ def _traits(name: str, tensors: Sequence[Tensor]) -> dict[str, Any]:
             raise ValueError(
                 f"{name}: tensors must be contiguous, got strides {tensor.stride()} of {list(tensor.shape)}"
             )
-        accepted = _REAL + _INTEGRAL + (() if name == "gather" else _COMPLEX)
-        if tensor.dtype not in accepted:
+        if tensor.dtype not in _INTEGRAL + _OTHERS or (tensor.is_complex() and name == "gather"):
             raise RuntimeError(f"{name}: invalid scalar type {tensor.dtype}")
     if not tensors:
         return {}
