@@ -136,29 +136,18 @@ class Bucket:
         # gradcomp's buckets don't tell: the Reducer calls take_back for each one that no rank has used.
         if isinstance(bucket, dist.GradBucket):
             unused = [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
-        self.undo = None if undoable is None else (undoable, [self._snapshot(compressor)])
-        if self.pending and self.waits:
-            self._send_pending(flat, unused)
+        self.undo = None
+        if undoable is not None:
+            before = partial(vars(self).update, pending=dict(self.pending), sent={})
+            self.undo = undoable, [compressor.snapshot(), before]
+        if self.pending and self.waits:  # used tensors' errors are added to their gradients
+            self.sent = {i: each for i, each in self.pending.items() if each is not None and i not in unused}
+            self.pending |= dict.fromkeys(self.sent)
+            parts = flat.split(self.numels)
+            for position, error in self.sent.items():
+                parts[position].add_(error)
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
         yield from compressor.reduce(flat, out, group, seed, unused)
-
-    def _snapshot(self, compressor: Compressor) -> Callable[[], None]:
-        """Copy what a step changes. Returns a function that takes the bucket back to now."""
-        restore, pending = compressor.snapshot(), dict(self.pending)
-
-        def undo() -> None:
-            restore()
-            self.pending, self.sent = pending, {}
-
-        return undo
-
-    def _send_pending(self, flat: torch.Tensor, unused: Sequence[int]) -> None:
-        """Add the pending errors of used tensors to their gradients."""
-        self.sent = {i: error for i, error in self.pending.items() if error is not None and i not in unused}
-        self.pending |= dict.fromkeys(self.sent)
-        parts = flat.split(self.numels)
-        for position, error in self.sent.items():
-            parts[position].add_(error)
 
     def current_error(self) -> torch.Tensor | None:
         """Return this rank's error, [numel], for reading only; None on all ranks or on none."""
@@ -195,9 +184,7 @@ class Bucket:
     def add_to_error(self, key: str, values: torch.Tensor) -> None:
         """Add an unused average, flat, to its parameter's error."""
         position = self.keys.index(key)
-        if self.compressor is None:
-            return
-        if position not in self.compressor.sent_exactly:
+        if self.compressor is not None and position not in self.compressor.sent_exactly:
             self.compressor.add_to_error(sum(self.numels[:position]), values)
         elif position in self.sent:
             self.pending[position] = values.clone()  # which has the error that was sent
@@ -207,9 +194,7 @@ class Bucket:
     def entries(self) -> Entries:
         """Return copies of what is kept of the parameters; empty without a compressor."""
         entries: Entries = {}
-        if self.compressor is None:
-            return entries
-        state = self.compressor.state()
+        state = {} if self.compressor is None else self.compressor.state()
         if self.pending:  # zeros where they have been sent: all ranks have entries of the same names
             state["error"] = self.added(self.pending, state.get("error"))
         for name, value in state.items():
@@ -402,13 +387,6 @@ class ParameterStates:
         for entry in self.waiting.values():
             if "error" in entry:
                 entry["error"] = entry["error"] * factor
-
-    def add_to_error(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Add values, flat, to a parameter's error, if its bucket has a compressor."""
-        key = self.keys.get(parameter)
-        for bucket in self._buckets:
-            if key is not None and key in bucket.keys:
-                bucket.add_to_error(key, values)
 
 
 def _is_any(error: torch.Tensor) -> bool:

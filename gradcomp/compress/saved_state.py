@@ -124,7 +124,10 @@ class SavedState(ConfiguredState):
         gradient then stays unchanged, and the errors that the average contains would be lost.
         """
         values = as_real(average).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        self._states.add_to_error(parameter, values)
+        key = self._states.keys.get(parameter)
+        for bucket in self._states._buckets:
+            if key is not None and key in bucket.keys:
+                bucket.add_to_error(key, values)
 
     @property
     def gradient_scale(self) -> float | None:
