@@ -110,7 +110,7 @@ class NamedHook:
     def form_named(cls, name: str) -> NamedHook:
         """Return the hook of this name, in its hierarchical form if the name ends so; see `named`."""
         flat = cls.named(name.removesuffix(HIERARCHICAL))
-        return flat.hierarchical() if name.endswith(HIERARCHICAL) else flat
+        return replace(flat, name=name, is_hierarchical=name != flat.name)
 
     @property
     def compressor(self) -> type[Compressor]:
@@ -122,10 +122,6 @@ class NamedHook:
         if isinstance(self.options, PowerSGDOptions):
             return self.options.is_quantized
         return isinstance(self.options, QuantizedOptions)
-
-    def hierarchical(self) -> NamedHook:
-        """Return the hierarchical form of this flat hook."""
-        return replace(self, name=self.name + HIERARCHICAL, is_hierarchical=True)
 
     def state_and_hook(self, start_iter: int, ranks_per_node: int | str = AUTO) -> tuple[Any, Hook]:
         """Return a new state for the default group (None for a flat hook without one), and the hook.
@@ -163,5 +159,5 @@ def forms_of(hooks: Iterable[NamedHook], *, has_nodes: bool, is_gloo: bool) -> I
     for hook in hooks:
         # On NCCL, buckets that aren't codes are all-reduced in rings, which go node by node already.
         if has_nodes and (is_gloo or hook.has_codes):
-            yield hook.hierarchical()
+            yield NamedHook.form_named(hook.name + HIERARCHICAL)
         yield hook

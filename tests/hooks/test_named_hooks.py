@@ -55,8 +55,8 @@ def test_forms():
     assert nccl == ["int4 hierarchical", "powersgd:4:int8 hierarchical"]
     assert gloo == [f"{hook.name} hierarchical" for hook in hooks]
     assert list(forms_of(hooks, has_nodes=False, is_gloo=True)) == hooks
-    form = NamedHook.named("int4").hierarchical()
-    assert form == NamedHook.form_named(form.name)
+    flat, form = NamedHook.named("int4"), NamedHook.form_named("int4 hierarchical")
+    assert form == replace(flat, name="int4 hierarchical", is_hierarchical=True)
 
 
 def test_costs_are_those_of_the_page():
