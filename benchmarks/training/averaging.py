@@ -63,7 +63,7 @@ def shard(net: nn.Module, name: str, start_iter: int = 0) -> None:
         compress_reduce_scatter(net, QuantizationState(bits=BITS[gradients], start_iter=start_iter))
     if weights in BITS:
         for each in all_gathers(net, BITS[weights], 128, (), TORCHRUNS):
-            each.param_group.install_all_gather(each)
+            each.param_group.module.set_custom_all_gather(each)
 
 
 def unsharded(net: nn.Module) -> list[torch.Tensor]:

@@ -69,7 +69,7 @@ def compress_fsdp(
         compress_replicas(model, replica_state.process_group, replica_state)
     compress_reduce_scatter(model, state)
     for gather in gathers:
-        gather.param_group.install_all_gather(gather)
+        gather.param_group.module.set_custom_all_gather(gather)
         say(f"{_WHOSE}: {_described(gather, weight_bits, state, replica_state)}", state.process_group)
 
 

@@ -208,7 +208,7 @@ def compress_all_gather(
     second call; RuntimeError, on every rank, if the ranks differ.
     """
     for each in all_gathers(model, WEIGHT_BITS("bits", bits), block_size, ignored, ranks_per_node):
-        each.param_group.install_all_gather(each)
+        each.param_group.module.set_custom_all_gather(each)
 
 
 def all_gathers(

@@ -58,7 +58,7 @@ class ParamGroup:
         dimension. Otherwise torch stacks the shards: [ranks · rows, columns of a shard].
     """
 
-    def __init__(self, name: str, module: FSDPModule, group: Any):
+    def __init__(self, name: str, module: Any, group: Any):
         require_names(group, *_OF_GROUPS)
         require_names(type(group), "_reduce_scatter_process_group")
         for each in group.fsdp_params:
@@ -171,10 +171,6 @@ class ParamGroup:
         self._note_gradients()
         self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_custom_reduce_scatter(function)
-
-    def install_all_gather(self, function: Any) -> None:
-        """Install an AllGather."""
-        self.module.set_custom_all_gather(function)
 
     def _note_gradients(self) -> None:
         post_backward, parameters = self._group.post_backward, self._group.fsdp_params
