@@ -73,14 +73,15 @@ class ParamGroup:
         self.shard_group: Any = mesh.shard_process_group if shards else None  # checked_groups refuses None
         self.replicate_group: dist.ProcessGroup | None = mesh.replicate_process_group if replicates else None
         self.reduce_scatter_group: Any = self.shard_group and group._reduce_scatter_process_group
-        self.placeholders = [
-            torch.empty(each.padded_sharded_param_size, dtype=each.sharded_param.dtype, device="meta")
-            for each in group.fsdp_params
-        ]
-        self.whole_placeholders = [
-            torch.empty(_whole_size(each, self.shard_group), dtype=each.sharded_param.dtype, device="meta")
-            for each in group.fsdp_params
-        ]
+        self.placeholders: list[torch.Tensor] = []
+        self.whole_placeholders: list[torch.Tensor] = []
+        for each in group.fsdp_params:
+            size, whole = each.padded_sharded_param_size, each._orig_size
+            if self.shard_group is not None and each.fsdp_placement.dim != 0:
+                whole = size[0] * self.shard_group.size(), *size[1:]
+            dtype = each.sharded_param.dtype
+            self.placeholders.append(torch.empty(size, dtype=dtype, device="meta"))
+            self.whole_placeholders.append(torch.empty(whole, dtype=dtype, device="meta"))
         # The positions of the parameters in the reduce-scatter under way, and those that have been confirmed.
         self._reduced: list[int] | None = None
         self._confirmed: list[int] | None = None
@@ -228,15 +229,6 @@ class ParamGroup:
             return True
         # After set_reduce_scatter_unused_params(True), since torch 2.13.
         return bool(getattr(self._group, "reduce_scatter_unused_params", False) and unsharded.requires_grad)
-
-
-def _whole_size(parameter: Any, shard_group: dist.ProcessGroup | None) -> torch.Size:
-    """Return the size of a ParamGroup's whole placeholder."""
-    if shard_group is None or parameter.fsdp_placement.dim == 0:
-        size: torch.Size = parameter._orig_size
-        return size
-    rows, *columns = parameter.padded_sharded_param_size
-    return torch.Size([rows * shard_group.size(), *columns])
 
 
 def param_groups_of(model: nn.Module) -> list[ParamGroup]:
