@@ -38,9 +38,6 @@ class ShardGather:
 
     shapes: of a shard's tensors.
     exact: the positions of tensors that are sent exactly, beside vectors and those smaller than a block.
-    world_size, ranks_per_node: of the group.
-    bits: 8 or 4.
-    block_size: elements that share a scale.
 
     layout: the blocks of all ranks' shards, a row of the payload each. With nodes the rows are sorted by
         place: first place 0 of every node, then place 1 of every node.

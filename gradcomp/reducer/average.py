@@ -55,11 +55,7 @@ def average_(
 
 
 def hooked_for(whose: str, hook: Any, state: Any, process_group: dist.ProcessGroup | None) -> Hooked:
-    """Return a hook with its state; without a hook, an all-reduce over the process group.
-
-    Raises TypeError for a hook that can't be called; ValueError for a hook with a process group, and for a
-    state without a hook; the errors of resolve_group.
-    """
+    """Return a hook with its state; an all-reduce without a hook. Raises average_'s errors."""
     if hook is None:
         if state is not None:
             raise ValueError(f"{whose} has a state, {described(state)}, without the hook that takes it")

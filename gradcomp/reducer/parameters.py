@@ -126,8 +126,6 @@ def agree_on_order(order: Sequence[int], device: torch.device, group: dist.Proce
 class Agreement:
     """Compares the ranks: parameters and options at construction, options and hooks in the first step.
 
-    options: names and values, the same on every rank.
-    device: the parameters' device.
     group: the process group of the hook's state, as the ranks have compared it.
     """
 
