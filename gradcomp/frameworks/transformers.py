@@ -42,8 +42,15 @@ class CommHookCallback(CommHook, TrainerCallback):
         super().__init__(state, hook)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        if state.global_step > 0:
-            self._resume(self._folder(args, state) if self._resume_from is None else Path(self._resume_from))
+        path = Path(self._resume_from or self._folder(args, state), FILE_NAME)
+        if state.global_step > 0 and path.exists():
+            self.load_state_dict(torch.load(path, map_location="cpu"))
+        elif state.global_step > 0 and self.has_memory:
+            _logger.warning(
+                "the run resumes, but there is no %s: the hook's state starts at zero. If it resumes from "
+                "another folder, give CommHookCallback that as resume_from.",
+                path,
+            )
         self.register(self._trainer.model_wrapped)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -57,14 +64,3 @@ class CommHookCallback(CommHook, TrainerCallback):
     @staticmethod
     def _folder(args: TrainingArguments, state: TrainerState) -> Path:
         return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-
-    def _resume(self, folder: Path) -> None:
-        path = folder / FILE_NAME
-        if path.exists():
-            self.load_state_dict(torch.load(path, map_location="cpu"))
-        elif self.has_memory:
-            _logger.warning(
-                "the run resumes, but there is no %s: the hook's state starts at zero. If it resumes from "
-                "another folder, give CommHookCallback that as resume_from.",
-                path,
-            )
