@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import os
-import time
+import timeit
 import weakref
 import zlib
 from collections import deque
@@ -421,12 +421,7 @@ def _agreed_s(group: dist.ProcessGroup, timed: dist.ProcessGroup) -> float:
 
 def _measured_s(group: dist.ProcessGroup) -> float:
     """Return the time of the shortest of a few exchanges of a number each."""
-    times = []
-    for _ in range(_SAMPLES):
-        begun = time.perf_counter()
-        _largest(0.0, group)
-        times.append(time.perf_counter() - begun)
-    return min(times)
+    return min(timeit.repeat(lambda: _largest(0.0, group), number=1, repeat=_SAMPLES))
 
 
 def _largest(seconds: float, group: dist.ProcessGroup) -> float:
