@@ -49,7 +49,8 @@ def require_group(whose: str, process_group: Any, argument: str = "process_group
         return
     if isinstance(process_group, dist.ProcessGroup):
         # torch names the groups that it makes; destroy_process_group leaves the name.
-        if not (_is_unnamed(process_group) or is_registered(process_group)):
+        is_plain = type(process_group) is dist.ProcessGroup and torch_private.backends_of(process_group)
+        if not ((is_plain and not process_group.group_name) or is_registered(process_group)):
             raise ValueError(
                 f"torch.distributed doesn't know the {type(process_group).__name__} that {whose} got as its "
                 f"{argument}: pass a group that init_process_group, new_group or init_device_mesh has made. "
@@ -118,12 +119,6 @@ def has_backend(group: dist.ProcessGroup, name: str) -> bool:
     if name not in kept:
         kept[name] = name in backends_of(group)
     return bool(kept[name])
-
-
-def _is_unnamed(group: dist.ProcessGroup) -> bool:
-    """Return whether the group is a plain one, with a back end, that torch.distributed hasn't made."""
-    is_plain = type(group) is dist.ProcessGroup and bool(torch_private.backends_of(group))
-    return is_plain and not group.group_name
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:

@@ -156,10 +156,8 @@ def overflows_of(scaler: Any) -> dict[int, Any] | None:
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return a group's back end for a type of device."""
-    try:
-        return group._get_backend(device)
-    except AttributeError:
-        _missing("ProcessGroup._get_backend")
+    require_names(group, "_get_backend")
+    return group._get_backend(device)
 
 
 # The same for CPU tensors, where backend_of has found torch's name before: it takes a third of the time.
