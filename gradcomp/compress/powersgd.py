@@ -231,19 +231,15 @@ class PowerSGDCompressor(Compressor):
         plan = self.plan
         # The quantized all-reduce already divides by the world size.
         scale = 1.0 if self._of_wires else 1 / group.size()
-        plan.project(flat, scale, self._left_out(unused) if unused else [])
+        if self._is_square and len(unused) < self._num_tensors:
+            unused = ()  # one matrix has all tensors
+        left_out = [index for index, tensor in enumerate(self._tensors) if tensor in unused] if unused else []
+        plan.project(flat, scale, left_out)
         yield from self._all_reduce(0, plan.p_wire, group)
         plan.back_project(flat, scale)
         if plan.q_wire.numel():
             yield from self._all_reduce(1, plan.q_wire, group)
         plan.reconstruct(flat, seed)
-
-    def _left_out(self, unused: Collection[int]) -> list[int]:
-        """Return the indices of the matrices of unused tensors."""
-        if self._is_square:
-            is_unused = len(unused) == self._num_tensors
-            return list(range(len(self.plan.layout.matrices))) if is_unused else []
-        return [index for index, tensor in enumerate(self._tensors) if tensor in unused]
 
     def _all_reduce(self, index: int, wire: Tensor, group: dist.ProcessGroup) -> Works:
         """Sum p_wire (index 0) or q_wire (1) over all ranks; int8 factors are averaged."""
