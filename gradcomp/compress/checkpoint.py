@@ -46,13 +46,7 @@ _KEYS = (
 
 
 def replaced(own: Settings, checked: dict[str, Any], default: Settings) -> list[str]:
-    """Name the settings and options of a state that loading changes, except from their defaults.
-
-    checked: the state_dict to load.
-    default: a new state's settings.
-
-    Returns the texts of `changes`.
-    """
+    """Return texts of what loading a checked state_dict changes, except from a new state's settings."""
     defaults = default.common()
     with suppress(TypeError, ValueError):  # options may have no default
         defaults |= as_dict(type(own.options)())

@@ -34,17 +34,13 @@ from .quantized_all_reduce import Codes, unit_within, zeros_of
 
 
 class ReduceScatter:
-    """The quantized reduce-scatter of one bucket, with the methods of QuantizedAllReduce.
+    """The quantized reduce-scatter of one bucket, with the methods and attributes of QuantizedAllReduce.
 
     layout_of: returns the blocks of tensors of these shapes in a number of shards.
     spec: what the bucket is made for; its is_shard is true.
-    bits, error_feedback, uncompressed_dtype: see ops.encoder.
 
     layout: the blocks of the rows that this rank quantizes.
     num_bytes: the bytes of a reduce-scatter that sends as much per rank; with nodes, per node.
-    unit: the errors are multiplied by it; see QuantizedAllReduce.
-    error: the errors of the blocks that this rank quantizes, times unit; None without error feedback.
-    kept: (elements among all tensors' elements, their errors in `error`) pairs.
     """
 
     def __init__(
@@ -83,7 +79,6 @@ class ReduceScatter:
 
     @property
     def operations(self) -> list[ops.Operation]:
-        """The operations of a step."""
         return self._make_codes().operations
 
     def reduce(
