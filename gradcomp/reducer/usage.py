@@ -24,7 +24,6 @@ class _Usage:
     device: where the group exchanges the used parameters.
     skips: leave out buckets with no used parameter.
     used: the parameters that have a gradient on this rank in the step, from backwards in no_sync(), too.
-    is_learning: whether the running or next step is the first one, which later steps must equal.
 
     A step calls, in this order: unused_by_this_rank(out_of_reach), for the parameters that it doesn't wait
     for; begin(unused), for the parameters that all ranks leave out; is_complete(index) with every gradient;
@@ -32,7 +31,6 @@ class _Usage:
     that keep their gradients.
     """
 
-    is_learning = False
     _unused_in_step: Callable[[], set[int]] | None = None  # waits for what exchange() has begun
 
     def __init__(self, names: Sequence[str], device: torch.device, group: dist.ProcessGroup, skips: bool):
@@ -102,7 +100,7 @@ class StaticGraph(_Usage):
 
     def __init__(self, names: Sequence[str], device: torch.device, group: dist.ProcessGroup, skips: bool):
         super().__init__(names, device, group, skips)
-        self.is_learning = True
+        self.is_learning = True  # the running or next step is the first one, which later steps must equal
         self._num_uses: Counter[int] = Counter()  # in the running step
         self._expected: Counter[int] = Counter()  # in the first step, once that is over
         self._unused: set[int] | None = None  # by any rank
