@@ -141,7 +141,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(ignore_for_model)
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Any) -> None:
+        """Name the parameters and buffers that wrappers, torch's too, must leave alone."""
+        ignore_for_model(module, names)
 
     def _make_reducer(self, verify: bool) -> None:
         self.reducer, self._replicas = _WrappersReducer(self, verify), Replicas(self)
