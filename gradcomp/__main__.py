@@ -21,18 +21,6 @@ from .device import AMD_ARCHITECTURES, amd_architecture, is_rocm
 from .plan import main as plan
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of gradcomp, Python, torch, Triton, and torch's back end for GPUs, by name."""
-    cuda = torch.version.cuda
-    return {
-        "gradcomp": __version__,
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "Triton": triton.__version__,
-        "GPU back end": f"ROCm {torch.version.hip}" if is_rocm() else f"CUDA {cuda}" if cuda else "none",
-    }
-
-
 def devices() -> Iterator[tuple[str, str]]:
     """Yield (name, description) of the CPU and of each CUDA or ROCm device."""
     capability = torch.backends.cpu.get_cpu_capability()
@@ -56,29 +44,28 @@ def computed_by(device_type: str) -> str:
     return "Triton kernels"
 
 
-def report() -> str:
-    """Return the whole report as lines of text."""
+def info(arguments: Sequence[str] | None = None) -> None:
+    """Print versions, devices, backends, and what computes."""
+    OneLineParser(prog="python -m gradcomp info", description=info.__doc__).parse_args(arguments)
+    cuda = torch.version.cuda
     computing = {"CPU tensors": computed_by("cpu"), "CUDA tensors": computed_by("cuda")}
     if not torch.cuda.is_available():
         computing["CUDA tensors"] += ", but no CUDA device is available"
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
     sections = {
-        "Versions": versions(),
+        "Versions": {
+            "gradcomp": __version__,
+            "Python": platform.python_version(),
+            "torch": torch.__version__,
+            "Triton": triton.__version__,
+            "GPU back end": f"ROCm {torch.version.hip}" if is_rocm() else f"CUDA {cuda}" if cuda else "none",
+        },
         "Devices": dict(devices()),
         "Process groups": {"backends": ", ".join(backends)},
         "Computed by": computing,
     }
-    lines = []
     for title, rows in sections.items():
-        lines += [title, *(f"  {name:<14}{value}" for name, value in rows.items())]
-    return "\n".join(lines)
-
-
-def info(arguments: Sequence[str] | None = None) -> None:
-    OneLineParser(
-        prog="python -m gradcomp info", description="Print versions, devices, backends, and what computes."
-    ).parse_args(arguments)
-    print(report())
+        print(title, *(f"  {name:<14}{value}" for name, value in rows.items()), sep="\n")
 
 
 COMMANDS = {"info": info, "plan": plan, "bench": bench}

@@ -36,9 +36,6 @@ class FlatLayout:
         *offsets, self.numel = accumulate(self.numels, initial=0)
         self.offsets = tuple(offsets)
 
-    def __len__(self) -> int:
-        return len(self.shapes)
-
 
 class ShardLayout:
     """The order of tensors in a buffer that is reduce-scattered: one row per rank.

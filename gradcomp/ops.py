@@ -195,7 +195,7 @@ def _tables_of(layout: FlatLayout, device: torch.device) -> flatten_kernel.Flatt
     if key not in tables:
         positions = zip(layout.offsets, layout.numels, strict=True)
         parts = [(index, 0, *position) for index, position in enumerate(positions)]
-        tables[key] = flatten_kernel.FlattenTables(parts, len(layout), device)
+        tables[key] = flatten_kernel.FlattenTables(parts, len(layout.shapes), device)
     return tables[key]
 
 
@@ -320,11 +320,11 @@ def decoder(layout: BlockLayout, dtype: torch.dtype, device: torch.device, **opt
 def _check_list(name: str, tensors: Sequence[torch.Tensor], layout: FlatLayout, flat: torch.Tensor) -> None:
     if flat.dim() != 1 or flat.numel() != layout.numel or not flat.is_contiguous():
         raise ValueError(
-            f"{name} takes a contiguous buffer of shape ({layout.numel},) for {len(layout)} tensors, "
+            f"{name} takes a contiguous buffer of shape ({layout.numel},) for {len(layout.shapes)} tensors, "
             f"got shape {tuple(flat.shape)} with strides {flat.stride()}"
         )
-    if len(tensors) != len(layout):
-        raise ValueError(f"{name}: a layout of {len(layout)} tensors got {len(tensors)}")
+    if len(tensors) != len(layout.shapes):
+        raise ValueError(f"{name}: a layout of {len(layout.shapes)} tensors got {len(tensors)}")
     shapes = tuple([tensor.shape for tensor in tensors])
     if shapes != layout.shapes:
         pairs = zip(shapes, layout.shapes, strict=True)

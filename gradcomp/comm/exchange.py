@@ -181,7 +181,7 @@ def reduce_hierarchically(
     Yields each collective in progress.
     """
     nodes = nodes_of(group, ranks_per_node)
-    parts = flat.new_empty(nodes.ranks_per_node, -(-flat.numel() // nodes.ranks_per_node))
+    parts = flat.new_empty(nodes.within.size(), -(-flat.numel() // nodes.within.size()))
     whole, padding = parts.view(-1).tensor_split([flat.numel()])
     torch.mul(flat, scale, out=whole)
     padding.zero_()

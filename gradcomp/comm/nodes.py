@@ -38,10 +38,6 @@ class Nodes:
     within: dist.ProcessGroup
     between: dist.ProcessGroup
 
-    @property
-    def ranks_per_node(self) -> int:
-        return self.within.size()
-
 
 def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
     """Return this rank's nodes in a group whose nodes are runs of ranks_per_node ranks.
@@ -96,8 +92,8 @@ def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
     if mesh.size() != dist.get_world_size():
         group = dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
     assert group is not None
-    kept_of(group).setdefault("nodes", {})[nodes.ranks_per_node] = nodes
-    return group, nodes.ranks_per_node
+    kept_of(group).setdefault("nodes", {})[nodes.within.size()] = nodes
+    return group, nodes.within.size()
 
 
 RANKS_PER_NODE = Rule(

@@ -73,15 +73,11 @@ def agree(state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.Proce
     if state._steps.num_buckets == 1:
         require_same_group(whose, group)
     own = {} if state._compressor.is_same_on_all_processors else processor(buffer.device)
-    unlike = require_same_on_all_ranks(
-        whose,
-        values,
-        group,
-        buffer.device,
-        "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of "
-        "the same step",
-        notes=own,
+    advice = (
+        "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of the "
+        "same step"
     )
+    unlike = require_same_on_all_ranks(whose, values, group, buffer.device, advice, notes=own)
     if unlike:
         logging.getLogger(__name__).warning(
             "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas will "
@@ -90,7 +86,7 @@ def agree(state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.Proce
         )
     nodes = nodes_in(whose, state.ranks_per_node, group, buffer.device)
     round_trip = round_trip_s(buffer, group, nodes.between if nodes else None)
-    of_nodes = (nodes.ranks_per_node, nodes.within.rank()) if nodes else (1, 0)
+    of_nodes = (nodes.within.size(), nodes.within.rank()) if nodes else (1, 0)
     return Place(weakref.ref(group), group.size(), group.rank(), *of_nodes, round_trip)
 
 

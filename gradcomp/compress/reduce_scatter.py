@@ -97,8 +97,8 @@ class ReduceScatter:
         rows = flat.view(-1, self._ranks_per_node, self._shards.row_numel)  # by node and place
         if self._ranks_per_node > 1:
             nodes = nodes_of(group, self._ranks_per_node)
-            pieces = flat.new_empty(nodes.ranks_per_node, self.layout.numel, dtype=self._dtype)
-            by_place = pieces.view(nodes.ranks_per_node, -1, self._shards.row_numel)
+            pieces = flat.new_empty(nodes.within.size(), self.layout.numel, dtype=self._dtype)
+            by_place = pieces.view(nodes.within.size(), -1, self._shards.row_numel)
             rows = torch.mul(rows.transpose(0, 1), self._factor, out=by_place).transpose(0, 1)
         if rest is not None:
             for row, in_tensors, in_row in self._shards.shards():

@@ -160,11 +160,6 @@ class ConfiguredState:
         vars(self).update(ranks_per_node=RANKS_PER_NODE("ranks_per_node", value))
         self._expect_comparison()
 
-    @property
-    def can_reduce_scatter(self) -> bool:
-        """True if the state's compressor can reduce-scatter a ShardBucket."""
-        return self._compressor.sums_shards
-
     def _require_start(self, start_iter: int, options: Any) -> None:
         """Raise ValueError if start_iter is too early for compression with these options."""
         if start_iter < self.min_start_iter:

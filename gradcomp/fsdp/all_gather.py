@@ -231,7 +231,7 @@ def all_gathers(
         shards = group.shard_group
         if shards not in nodes:
             of_group = nodes_in(_WHOSE, per_node, shards, group.device)
-            nodes[shards] = of_group.ranks_per_node if of_group else 1
+            nodes[shards] = of_group.within.size() if of_group else 1
         shapes = tuple(tuple(each.shape) for each in group.placeholders)
         positions = tuple(index for index, name in enumerate(group.names(model)) if name in exact)
         key = shapes, positions, shards.size(), nodes[shards]

@@ -120,7 +120,7 @@ def check_reduce_scatter(
                 f"{groups[0].name} is sharded over ranks {first}, but {group.name} over ranks {other} or in "
                 f"another process group: {whose} takes a model that is sharded over one mesh"
             )
-    if not isinstance(state, CompressorState) or not state.can_reduce_scatter:
+    if not isinstance(state, CompressorState) or not state._compressor.sums_shards:
         raise TypeError(
             f"{whose} takes a QuantizationState, got {state!r}. PowerSGD and other compressors average a "
             "whole bucket on every rank, in all-reduces: use them between replicas, with compress_replicas"
