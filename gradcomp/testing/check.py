@@ -32,7 +32,6 @@ PHASES = (Phase.generate, Phase.shrink)
 REPEATED = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet)
 Outcome = Literal["holds", "fails", "not claimed", "not checked"]
 LONGEST_MESSAGE = 14  # lines; a longer one holds a traceback: its middle lines are left out
-MOST_SIMPLER = 40  # workloads that are tried to simplify a failing one
 MOST_PRINTED = 5  # lines of a hook's own
 _CAPTURED = threading.RLock()  # standard output is the whole process's: checks take turns
 LONGEST_S = 180.0  # of a check with 25 examples; right hooks take 10 to 60 s of a CPU
@@ -200,7 +199,6 @@ def _report(
         for workload in islice(each.listed(drawn), max_examples):
             if search.failure is not None or search.fails(workload):
                 break
-        search.simplify()
         search.confirm()
         report.verdicts[each.name] = search.verdict()
         known += each.explains if search.first is not None else ()
@@ -239,13 +237,6 @@ class _Search:
     first: Failure | None = None
     printed: Sequence[str] = ()
     too_slow: str = ""
-
-    def simplify(self) -> None:
-        """Simplify the failing workload while a simpler one fails, too."""
-        untried = self.failure.counterexample.simpler() if self.failure is not None else iter(())
-        for _ in range(MOST_SIMPLER):
-            if (workload := next(untried, None)) is not None and self.fails(workload):
-                untried = workload.simpler()
 
     def confirm(self) -> None:
         """Drop a failure if neither it nor the first one comes again: a busy machine accuses nobody."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Literal
@@ -128,23 +128,6 @@ class Workload:
         """Return all ranks' gradients in float64, [world_size, *shape], by tensor index. Don't write."""
         ranks = [self.gradients(step, rank) for rank in range(self.world_size)]
         return [torch.stack(tensors).double() for tensors in zip(*ranks, strict=True)]
-
-    def simpler(self) -> Iterator[Workload]:
-        """Yield workloads with one part left out or halved."""
-        for index, shape in enumerate(self.shapes if len(self.shapes) > 1 else ()):
-            scale = self.log2_scale[min(index, len(self.log2_scale) - 1) :][:1]
-            spectrum = self.spectra[min(index, len(self.spectra) - 1) :][:1]
-            yield replace(self, shapes=(shape,), buckets=(), log2_scale=scale, spectra=spectrum)
-        for index, shape in enumerate(self.shapes):
-            halved = ((shape[0] + 1) // 2, *shape[1:])
-            if halved != shape:
-                yield replace(self, shapes=(*self.shapes[:index], halved, *self.shapes[index + 1 :]))
-        for name in ("rearranged", "accumulated", "drift", "masked", "noise"):
-            if getattr(self, name):
-                yield replace(self, **{name: type(getattr(self, name))(0)})
-        if self.steps > 1:
-            yield replace(self, steps=(self.steps + 1) // 2)
-            yield replace(self, steps=self.steps - 1)
 
     def norm(self, step: int, index: int) -> float:
         """Compute the largest ‖gradient‖ of a tensor on any rank."""

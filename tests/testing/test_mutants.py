@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("plain_torch", "not_shrunk")
 def not_shrunk(monkeypatch):
     """Report the first counterexample: shrinking it takes most of the time."""
     monkeypatch.setattr("gradcomp.testing.check.PHASES", (Phase.generate,))
-    monkeypatch.setattr("gradcomp.testing.check.MOST_SIMPLER", 0)
 
 
 @dataclass(frozen=True)
