@@ -20,7 +20,7 @@ from hypothesis.errors import Flaky, NoSuchExample
 
 from gradcomp.comm.bucket import Hook
 from gradcomp.testing import properties
-from gradcomp.testing.claims import PROBE, PROBED_STEPS, Claims
+from gradcomp.testing.claims import PROBE, PROBED_STEPS, Claims, claims_of
 from gradcomp.testing.properties.subject import Property, PropertyFailure, Subject, TooSlow
 from gradcomp.testing.ranks import RankError
 from gradcomp.testing.run import MakeState, Ranks
@@ -145,21 +145,23 @@ def check_hook(
     if unknown := set(only) - set(known):
         raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
     searched = [each for each in PROPERTIES if not only or each.name in only]
-    subject = Subject(hook, make_state, claims, ranks, device, LONGEST_S * max(1.0, max_examples / 25))
+    failing = Claims(start=PROBED_STEPS - 3)  # of a hook that fails in the probe
+    subject = Subject(hook, make_state, claims or failing, ranks, LONGEST_S * max(1.0, max_examples / 25))
     world_sizes = WORLD_SIZES if world_size is None else (world_size,)
     limits = (world_sizes, dtypes or (torch.float32, torch.float64), device)
     with _CAPTURED, redirect_stdout(io.StringIO()), ExitStack() as at_end:
         at_end.callback(_show, "")
         _show(f"{subject.name}: inferring its claims")
         try:
+            if claims is None:
+                subject = replace(subject, claims=claims_of(hook, make_state, device, ranks))
             drawn = Drawn(subject.claims, *limits)
             if dtypes is None:
                 with suppress(RankError, TooSlow):
                     subject.run(replace(PROBE, dtype=torch.bfloat16, device=device))
                     drawn = replace(drawn, left_out=())
         except RankError as error:  # the hook fails in the probe: when does it?
-            broken = replace(subject, given=Claims(start=PROBED_STEPS - 3))
-            report = _report(broken, PROPERTIES[:1], Drawn(broken.claims, *limits), max_examples)
+            report = _report(subject, PROPERTIES[:1], Drawn(subject.claims, *limits), max_examples)
             if report.verdicts[PROPERTIES[0].name].outcome == "holds":
                 raise error
             not_checked = Verdict("not checked", note="the hook does not complete")
@@ -204,9 +206,6 @@ def _report(
         known += each.explains if search.first is not None else ()
         if search.failure is not None:
             workload, message = search.failure.counterexample, search.failure.message
-            factor, off = subject.multiple_of_mean(workload)
-            if abs(factor - 1) > max(0.005, 10 * off * abs(factor)):
-                message += f"; the output is {factor:.3g} × the mean"
             if subject.make_state is None and "ProcessGroup' object has no attribute" in message:
                 message += "\nIs the hook's state missing? Without make_state it is the process group."
             message += each.advice(subject, workload)
@@ -241,7 +240,7 @@ class _Search:
     def confirm(self) -> None:
         """Drop a failure if neither it nor the first one comes again: a busy machine accuses nobody."""
         found, self.failure = [each for each in (self.failure, self.first) if each is not None], None
-        self.subject = replace(self.subject, given=self.subject.claims)  # it has kept no run
+        self.subject = replace(self.subject)  # it has kept no run
         with redirect_stdout(io.StringIO()) as printed:
             any(self.fails(each.counterexample) for each in found)
         self.printed = printed.getvalue().splitlines()[-MOST_PRINTED:]

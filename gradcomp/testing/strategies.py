@@ -56,9 +56,6 @@ LISTED: dict[str, tuple[tuple[tuple[Shape, ...], ...], int, dict[str, Any]]] = {
     "probed": ((PROBE.shapes,), PROBE.steps, {"drift": PROBE.drift, "seed": PROBE.seed}),
     "twins": ((((9, 8), (7,)), ((9, 8), (7,))), 3, {"drift": 1.0}),
 }
-# The most steps without gradients, and those before each element is expected to come out.
-MOST_ZERO_STEPS = 320
-SETTLING_STEPS = 32
 
 
 def shapes(max_numel: int = 4096) -> SearchStrategy[Shape]:
@@ -160,12 +157,6 @@ class Drawn:
         steps = sorted({0, self.claims.start, self.claims.start + 1})
         for poison in product(steps, range(workload.world_size), range(2), NOT_FINITE):
             yield replace(workload, poison=poison)
-
-    def with_zeros(self, workload: Workload) -> Workload:
-        """Let a workload end with enough zero gradients for each element to come out."""
-        numel = max(workload.numel(*indices) for indices in workload.buckets)
-        zero_steps = SETTLING_STEPS + self.claims.steps_until_sent(numel)
-        return replace(workload, zero_steps=min(zero_steps, MOST_ZERO_STEPS))
 
     def listed(self, *names: str, **options: Any) -> Iterator[Workload]:
         """List these workloads of LISTED, with other options."""

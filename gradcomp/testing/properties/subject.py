@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import Any
 
@@ -24,23 +23,20 @@ from gradcomp.testing.workload import Workload
 
 # The most runs that are kept, and the most steps of each.
 MOST_KEPT, SHORT_STEPS = 256, 8
-STEADY = Workload(((8, 9), (7,)), steps=32, noise=1.0, zero_steps=48)
 
 
 @dataclass(frozen=True)
 class Subject:
     """A hook under test.
 
-    given: the hook's claims; if None, claims_of infers them on this device.
     limit_s: the time that all runs together may take, each call counted at the pace of the fastest run: so
         that other programs don't count.
     """
 
     hook: Hook
     make_state: MakeState
-    given: Claims | None
+    claims: Claims
     ranks: Ranks
-    device: str
     limit_s: float = math.inf
     _runs: dict[Any, Run] = field(default_factory=dict, init=False, repr=False, compare=False)
     # Calls of the hook, and seconds, of each run.
@@ -52,10 +48,6 @@ class Subject:
         hook: Any = self.hook
         named = hook if hasattr(hook, "__qualname__") else getattr(hook, "func", type(hook))
         return str(named.__qualname__)
-
-    @cached_property
-    def claims(self) -> Claims:
-        return self.given or claims_of(self.hook, self.make_state, self.device, self.ranks)
 
     def run(self, workload: Workload, schedule: int = 0, **options: Any) -> Run:
         """Run the hook on this workload; for options see run_hook. Raises TooSlow at the end of limit_s.
@@ -95,36 +87,6 @@ class Subject:
         except (TypeError, RankError) as error:
             return shorten(f"no processes: {str(error).strip().splitlines()[-1]}", 90, placeholder="…")
         return ""
-
-    def multiple_of_mean(self, workload: Workload) -> tuple[float, float]:
-        """Find the factor c for which Σ outputs is nearest to c · Σ means, such as 2 for a sum of two ranks.
-
-        The hook is run on a matrix and a vector, with this workload's ranks, dtype and device. Gradients stay
-        the same, then zeros bring out held-back errors. Returns the c farthest from 1, and the larger
-        ‖Σ outputs − c · Σ means‖ / ‖c · Σ means‖: inf if the hook fails.
-        """
-        steady = replace(STEADY, steps=self.claims.start + STEADY.steps, world_size=workload.world_size)
-        steady = replace(steady, dtype=workload.dtype, device=workload.device)
-        try:
-            runs = [self.run(replace(steady, shapes=(shape,), buckets=())) for shape in steady.shapes]
-        except (RankError, TooSlow):
-            return 1.0, math.inf
-        found = [fitted(*sums(run, self.claims.start)) for run in runs]
-        factor = max((factor for factor, _ in found), key=lambda c: abs(c - 1))
-        return factor, max(left / max(abs(c), 1e-300) for c, left in found)
-
-
-def sums(run: Run, first_step: int) -> tuple[Tensor, Tensor]:
-    """Return the sums of the means, and of rank 0's outputs, over the steps from first_step on."""
-    steps = range(first_step, run.workload.num_steps)
-    mean = torch.stack([flat(run.workload.mean(step)) for step in steps]).sum(0)
-    return mean, torch.stack([flat(run.outputs[step][0]) for step in steps]).sum(0)
-
-
-def fitted(mean: Tensor, output: Tensor) -> tuple[float, float]:
-    """Return the factor c for which ‖output − c · mean‖ is smallest, and this norm / ‖mean‖."""
-    factor = float(mean @ output / mean.square().sum())
-    return factor, float((output - factor * mean).norm() / mean.norm())
 
 
 def _found(rank: int, process_group: Any, hook: Hook, make_state: MakeState) -> None:
@@ -196,7 +158,8 @@ class Property:
         ranks: Ranks = "simulated",
     ) -> float | None:
         """Check the property on this workload; return the measured value, as `measured` does."""
-        return self.measured(Subject(hook, make_state, claims, ranks, workload.device), workload)
+        claims = claims or claims_of(hook, make_state, workload.device, ranks)
+        return self.measured(Subject(hook, make_state, claims, ranks), workload)
 
     def measured(self, subject: Subject, workload: Workload) -> float | None:
         """Return the worst measured value; None if there is none, or the hook doesn't claim the property.

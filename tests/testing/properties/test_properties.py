@@ -165,7 +165,7 @@ FAILURES = [
 @pytest.mark.parametrize(("name", "hook", "claims", "message"), FAILURES)
 def test_a_failure_says_where_and_what(name, hook, claims, message):
     hook, make_state = (compressed, hook) if isinstance(hook, type) else (hook, None)
-    workload = replace(WORKLOAD, zero_steps=40) if name == "held_back_comes_out" else WORKLOAD
+    workload = WORKLOAD
     if name == "zero_stays_zero" or message.startswith("every element"):
         workload = Workload(((40, 50),), steps=2, noise=0.1, drift=1.0, masked=0.5)
     if message.startswith("got nan"):
