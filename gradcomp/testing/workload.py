@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -152,11 +152,52 @@ class Workload:
         """Describe a tensor's shape and bucket, for messages."""
         return f"tensor {index} {list(self.shapes[index])} in bucket {self.bucket_of(index)}"
 
+    @lru_cache(maxsize=4096)  # noqa: B019
     def _draw(self, step: int, rank: int, index: int) -> Tensor:
-        spectrum = self.spectra[min(index, len(self.spectra) - 1)]
+        """Make one tensor's gradient in float64: a signal of rms 1, plus noise, times the tensor's scale."""
+        shape, spectrum = self.shapes[index], self.spectra[min(index, len(self.spectra) - 1)]
         scale = self.log2_scale[min(index, len(self.log2_scale) - 1)] if self.log2_scale else 0
-        recipe = (self.shapes[index], spectrum, self.rank, self.sparsity, self.noise, self.drift)
-        return _gradient(*recipe, self._seed(index), step if self.drift else 0, rank) * 2.0**scale
+        rows, cols = shape[0] if shape else 1, math.prod(shape[1:])
+        if spectrum == "zero" or rows * cols == 0:
+            return torch.zeros(shape, dtype=torch.float64, device="cpu")
+        step = step if self.drift else 0
+        mixed = partial(self._mixed, index, step)
+        if spectrum == "ties":
+            rank = rank if self.noise else 0
+            few = _normal(shape, self._seed(index) * 4 + 2, step, rank) > rank / 2
+            signs = mixed(0, shape).sign()
+            return signs.where(few, signs / 8) * 2.0**scale
+        full = min(rows, cols)
+        numbers = torch.arange(1.0, full + 1, dtype=torch.float64, device="cpu")
+        spectra = {
+            "flat": torch.ones_like(numbers),
+            "low_rank": (numbers <= self.rank).double(),
+            "power_law": 1.0 / numbers,
+            "clustered": torch.ones_like(numbers).masked_fill_(numbers > math.ceil(full / 4), 0.01),
+        }
+        if spectrum not in spectra:
+            raise ValueError(f"spectrum {spectrum!r} is not one of {', '.join(spectra)}, ties, zero")
+        singular = spectra[spectrum]
+        singular *= math.sqrt(rows * cols) / singular.norm()
+        singular = singular[: singular.count_nonzero()]
+        k = len(singular)
+        left, right = _orthonormal(mixed(0, (rows, k))), _orthonormal(mixed(1, (cols, k)))
+        core = singular.diag()
+        if self.noise and k < full:
+            # ‖N [k, k]‖ is about k, and ‖core‖ is √(rows · cols): the noise's norm is about noise · ‖core‖.
+            core = core + mixed(2, (k, k), rank) * (self.noise * math.sqrt(rows * cols) / k)
+        gradient = left @ core @ right.mT
+        if self.noise and k == full:
+            gradient = gradient + self.noise * mixed(2, (rows, cols), rank)
+        if self.sparsity:
+            gradient[mixed(3, (rows,)).argsort()[: int(self.sparsity * rows)]] = 0.0
+        return gradient.view(shape) * 2.0**scale
+
+    def _mixed(self, index: int, step: int, part: int, shape: Shape, rank: int = 0) -> Tensor:
+        """Draw (1 − drift) · the first step's normal numbers + drift · this step's own."""
+        seed = self._seed(index) * 4 + part
+        first, own = (_normal(shape, seed, each, rank) for each in (0, step))
+        return first if step == 0 else (1 - self.drift) * first + self.drift * own
 
     def _seed(self, index: int) -> int:
         return self.seed * 1_009 + index
@@ -201,57 +242,9 @@ class RecordedWorkload(Workload):
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def _draw(self, step: int, rank: int, index: int) -> Tensor:
         return self.recorded[step][rank][index].detach().double()
-
-
-@lru_cache(maxsize=4096)
-def _gradient(
-    shape: Shape,
-    spectrum: Spectrum,
-    rank_of_matrix: int,
-    sparsity: float,
-    noise: float,
-    drift: float,
-    seed: int,
-    step: int,
-    rank: int,
-) -> Tensor:
-    """Make one tensor's gradient: a signal of rms 1, plus noise. step: 0 if there is no drift."""
-    rows = shape[0] if shape else 1
-    cols = math.prod(shape[1:])
-    if spectrum == "zero" or rows * cols == 0:
-        return torch.zeros(shape, dtype=torch.float64, device="cpu")
-    if spectrum == "ties":
-        few = _normal(shape, seed * 4 + 2, step, rank if noise else 0) > (rank / 2 if noise else 0)
-        signs: Tensor = _mixed(shape, seed * 4, drift, step).sign()
-        return signs.where(few, signs / 8)
-    full = min(rows, cols)
-    numbers = torch.arange(1.0, full + 1, dtype=torch.float64, device="cpu")
-    spectra = {
-        "flat": torch.ones_like(numbers),
-        "low_rank": (numbers <= rank_of_matrix).double(),
-        "power_law": 1.0 / numbers,
-        "clustered": torch.ones_like(numbers).masked_fill_(numbers > math.ceil(full / 4), 0.01),
-    }
-    if spectrum not in spectra:
-        raise ValueError(f"spectrum {spectrum!r} is not one of {', '.join(spectra)}, ties, zero")
-    singular = spectra[spectrum]
-    singular *= math.sqrt(rows * cols) / singular.norm()
-    singular = singular[: singular.count_nonzero()]
-    k = len(singular)
-    left, right = _basis(rows, k, seed * 4, drift, step), _basis(cols, k, seed * 4 + 1, drift, step)
-    core = singular.diag()
-    if noise and k < full:
-        # ‖N [k, k]‖ is about k, and ‖core‖ is √(rows · cols): the noise's norm is about noise · ‖core‖.
-        core = core + _mixed((k, k), seed * 4 + 2, drift, step, rank) * (noise * math.sqrt(rows * cols) / k)
-    gradient = left @ core @ right.mT
-    if noise and k == full:
-        gradient = gradient + noise * _mixed((rows, cols), seed * 4 + 2, drift, step, rank)
-    if sparsity:
-        chosen = _mixed((rows,), seed * 4 + 3, drift, step).argsort()[: int(sparsity * rows)]
-        gradient[chosen] = 0.0
-    return gradient.view(shape)
 
 
 @lru_cache(maxsize=256)
@@ -268,20 +261,13 @@ def _mask(shape: Shape, fraction: float, seed: int) -> Tensor:
     return chosen.view(shape)
 
 
-@lru_cache(maxsize=1024)
-def _basis(rows: int, k: int, seed: int, drift: float, step: int) -> Tensor:
-    """Make k orthonormal columns."""
-    drawn = _mixed((rows, k), seed, drift, step)
-    basis: Tensor = drawn / drawn.norm() if k == 1 else torch.linalg.qr(drawn).Q
+def _orthonormal(drawn: Tensor) -> Tensor:
+    """Make orthonormal columns of normal numbers [n, k]."""
+    basis: Tensor = drawn / drawn.norm() if drawn.shape[1] == 1 else torch.linalg.qr(drawn).Q
     return basis
 
 
-def _mixed(shape: Shape, seed: int, drift: float, step: int, rank: int = 0) -> Tensor:
-    """Return (1 − drift) · the first step's normal numbers + drift · this step's own."""
-    first = _normal(shape, seed, 0, rank)
-    return first if step == 0 else (1 - drift) * first + drift * _normal(shape, seed, step, rank)
-
-
+@lru_cache(maxsize=4096)
 def _normal(shape: Shape, seed: int, step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed((seed * 65_537 + step) * 257 + rank)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

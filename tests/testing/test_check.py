@@ -177,7 +177,7 @@ def test_a_hook_that_never_runs():
     report = check_hook(*TORCHS["batched r=1"], max_examples=5)
     assert not report.ok
     (failure,) = report.failures
-    assert (failure.property, failure.counterexample.steps) == ("completes", 3)
+    assert (failure.property, failure.counterexample.steps) == ("completes", 6)
     assert "raised AssertionError" in failure.message
     assert {verdict.outcome for verdict in report.verdicts.values()} == {"fails", "not checked"}
     with pytest.raises(PropertyFailure) as caught:

@@ -155,7 +155,7 @@ def _steady(subject: Subject, workload: Workload) -> tuple[Tensor, Tensor]:
     """Run steps with the same gradients; return their mean, and rank 0's mean output in the second half."""
     start, numel = subject.claims.start, workload.numel(*range(len(workload.shapes)))
     num = min(max(SETTLING_STEPS, subject.claims.steps_until_sent(numel)), MOST_STEPS)
-    run = subject.finite_run(replace(workload, drift=0.0, steps=start + 2 * num, zero_steps=0))
+    run = subject.finite_run(replace(workload, period=1, steps=start + 2 * num, zero_steps=0))
     outputs = torch.stack([flat(by_rank[0]) for by_rank in run.outputs[-num:]])
     return flat(run.workload.mean(0)), outputs.mean(0)
 
