@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from gradcomp.testing.claims import PROBE, Claims
-from gradcomp.testing.workload import Shape, Spectrum, Workload
+from gradcomp.testing.workload import Poison, Shape, Spectrum, Workload
 
 __all__ = ["shapes", "workloads"]
 
@@ -135,9 +135,14 @@ class Drawn:
         start, tensors = self.claims.start, shapes(max_numel)
         if self.claims.exact_shapes:  # the hook compresses about half of the tensors, even at a high rank
             tensors |= st.sampled_from(self._compressed_shapes())
+        # Scales are 2^8 away from subnormal numbers and from overflow.
+        limit = min(self.claims.limit(dtype) for dtype in self.dtypes)
+        dtypes = [*self.dtypes, self.claims.precision]
+        smallest = max(torch.finfo(dtype).smallest_normal for dtype in dtypes)
+        scales = max(-40, math.frexp(smallest)[1] + 8), min(40, max(0, math.frexp(limit)[1] - 9))
         defaults: dict[str, Any] = {
             "tensors": tensors,
-            "log2_scales": self._scales(),
+            "log2_scales": scales,
             "world_size": st.sampled_from(list(self.world_sizes[:2])),
             "steps": st.integers(start + 1, start + extra_steps),
             "dtype": st.sampled_from(list(self.dtypes)),
@@ -145,18 +150,16 @@ class Drawn:
         }
         return workloads(**{**defaults, **options})
 
-    def poisoned(self) -> SearchStrategy[Workload]:
-        """Draw workloads with inf, −inf or NaN in the first tensor, in one step on one rank."""
-        step, rank = st.integers(0, self.claims.start + 1), st.integers(0, min(self.world_sizes) - 1)
-        return self.any(poison=st.tuples(step, rank, st.just(0), st.sampled_from(NOT_FINITE)))
+    def poisons(self, num_tensors: int = 1) -> list[Poison]:
+        """List inf, −inf and NaN on each rank, in each tensor, in each kind of step."""
+        steps = sorted({0, self.claims.start, self.claims.start + 1})
+        return list(product(steps, range(min(self.world_sizes[:2])), range(num_tensors), NOT_FINITE))
 
-    def every_poison(self) -> Iterator[Workload]:
-        """List workloads with inf, −inf or NaN on each rank, in a matrix or vector, in each kind of step."""
+    def every_poison(self) -> list[Workload]:
+        """List workloads with one of the poisons in a matrix or vector."""
         matrix = min(self._compressed_shapes(), key=math.prod) if self.claims.is_exact((8, 9)) else (8, 9)
         workload = self._listed((matrix, (3,)), steps=self.claims.start + 2)
-        steps = sorted({0, self.claims.start, self.claims.start + 1})
-        for poison in product(steps, range(workload.world_size), range(2), NOT_FINITE):
-            yield replace(workload, poison=poison)
+        return [replace(workload, poison=poison) for poison in self.poisons(2)]
 
     def listed(self, *names: str, **options: Any) -> Iterator[Workload]:
         """List these workloads of LISTED, with other options."""
@@ -169,8 +172,12 @@ class Drawn:
             yield self._listed(tensors, **given)
 
     def odd(self) -> list[Workload]:
-        """List workloads of one compressed matrix with an odd number of rows or columns between 16 and 64."""
-        return [self._listed((shape,), steps=self.claims.start + 3) for shape in self._odd_shapes()]
+        """List the smallest compressed matrices with each odd number of rows, or of columns, in 17 … 63."""
+        found: list[Shape] = []
+        for side in (dim for dim in DIMS if 16 < dim < 64 and dim % 2):
+            for shapes in (product((side,), (*DIMS, *LARGER_DIMS)), product((*DIMS, *LARGER_DIMS), (side,))):
+                found += [shape for shape in shapes if not self.claims.is_exact(shape)][:1]
+        return [self._listed((shape,), steps=self.claims.start + 3) for shape in found]
 
     def _listed(self, shapes: tuple[Shape, ...], world: int = 0, other: int = 0, **options: Any) -> Workload:
         dtype = self.dtypes[other % len(self.dtypes)]
@@ -178,23 +185,7 @@ class Drawn:
         return Workload(shapes, world_size=self.world_sizes[world % len(self.world_sizes)], **fields)
 
     def _compressed_shapes(self) -> list[Shape]:
-        """List compressed matrices: all with sides in DIMS, or a larger one; and those of _odd_shapes."""
+        """List compressed matrices: all with sides in DIMS, or a larger one; and those of `odd`."""
         small = [shape for shape in product(DIMS, DIMS) if not self.claims.is_exact(shape)]
         large = [(side, side) for side in LARGER_DIMS if not self.claims.is_exact((side, side))]
-        return [*(small or large[:1] or [(1, 1)]), *self._odd_shapes()]
-
-    def _odd_shapes(self) -> list[Shape]:
-        """List the smallest compressed matrix with each odd number of rows in 17 … 63, and of columns."""
-        columns = (*DIMS, *LARGER_DIMS)
-        found: list[Shape] = []
-        for side in (dim for dim in DIMS if 16 < dim < 64 and dim % 2):
-            found += [(side, other) for other in columns if not self.claims.is_exact((side, other))][:1]
-            found += [(other, side) for other in columns if not self.claims.is_exact((other, side))][:1]
-        return found
-
-    def _scales(self) -> tuple[int, int]:
-        """Return the least and largest log2_scale, each 2^8 away from subnormal numbers or overflow."""
-        limit = min(self.claims.limit(dtype) for dtype in self.dtypes)
-        dtypes = [*self.dtypes, self.claims.precision]
-        smallest = max(torch.finfo(dtype).smallest_normal for dtype in dtypes)
-        return max(-40, math.frexp(smallest)[1] + 8), min(40, max(0, math.frexp(limit)[1] - 9))
+        return [*(small or large[:1] or [(1, 1)]), *(shape for each in self.odd() for shape in each.shapes)]
