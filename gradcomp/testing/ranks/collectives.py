@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gradcomp.testing.ranks.simulation import CallSite, Simulation
+    from gradcomp.testing.ranks.simulation import Simulation
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
@@ -54,7 +54,7 @@ class SimulatedWork(dist.Work):
     """A collective that a rank issued: its tensors, and the handle that torch returns.
 
     place, site: its position in its group's sequence and the line that issued it, for messages.
-    agreed: by name, the arguments that must be equal on all ranks.
+    call: its name with the arguments that must be equal on all ranks.
     sends: by destination rank, the tensors to send. receives: by source rank, the tensors to fill.
     op: the name of the reduction that fills the future's `value`; "" for none.
     """
@@ -62,9 +62,8 @@ class SimulatedWork(dist.Work):
     simulation: Simulation
     rank: int
     place: str
-    site: CallSite
-    name: str
-    agreed: dict[str, Any]
+    site: str
+    call: str
     sends: _Tensors = field(default_factory=dict)
     receives: _Tensors = field(default_factory=dict)
     value: Sequence[Tensor] = ()
@@ -79,14 +78,9 @@ class SimulatedWork(dist.Work):
         return f"{self.call}, {self.place}"
 
     @property
-    def call(self) -> str:
-        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.agreed.items())})"
-
-    @property
     def devices(self) -> set[torch.device]:
-        """The devices of the collective's CUDA tensors."""
-        sent = [t for tensors in self.sends.values() for t in tensors]
-        return {t.device for t in (*sent, *self.value) if t.is_cuda}
+        """The CUDA devices of the output tensors."""
+        return {t.device for t in self.value if t.is_cuda}
 
     @property
     def sent_bytes(self) -> int:
@@ -117,7 +111,7 @@ class SimulatedWork(dist.Work):
 
 
 def carry_out(works: Sequence[SimulatedWork]) -> None:
-    """Carry out a collective: one work per rank, in rank order, which agree.
+    """Carry out a collective: one work per rank, in rank order. Raises RuntimeError if shapes don't fit.
 
     Reductions add up in rank order, in the tensors' dtype: with two ranks they have gloo's bits, with more up
     to rounding. MIN and MAX ignore a NaN unless it is rank 0's; gloo's ignore one or another.
@@ -129,7 +123,11 @@ def carry_out(works: Sequence[SimulatedWork]) -> None:
         writes: list[tuple[Tensor, Tensor]] = []
         for rank, work in enumerate(works):
             for source, outputs in work.receives.items():
-                writes += zip(outputs, works[source].sends[rank], strict=True)
+                inputs = works[source].sends[rank]
+                sent, expected = ([list(t.shape) for t in tensors] for tensors in (inputs, outputs))
+                if sent != expected:
+                    raise RuntimeError(f"rank {source} sends {sent} to rank {rank}, which expects {expected}")
+                writes += zip(outputs, inputs, strict=True)
             if work.op:
                 for output, *terms in zip(work.value, *(peer.sends[rank] for peer in works), strict=True):
                     total = reduce(REDUCTIONS[work.op], terms)
@@ -138,17 +136,6 @@ def carry_out(works: Sequence[SimulatedWork]) -> None:
             output.detach().copy_(value)  # autograd does not see collectives
     for device in devices:
         torch.cuda.synchronize(device)
-
-
-def shape_mismatch(works: Sequence[SimulatedWork]) -> str | None:
-    """Describe the first tensors that have other shapes than their receiver expects; None if all agree."""
-    for rank, work in enumerate(works):
-        for source, outputs in work.receives.items():
-            sent = [list(t.shape) for t in works[source].sends[rank]]
-            expected = [list(t.shape) for t in outputs]
-            if sent != expected:
-                return f"rank {source} sends {sent} to rank {rank}, which expects {expected}"
-    return None
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
@@ -181,7 +168,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def _issue(self, name: str, alike: list[Tensor], agreed: dict[str, Any], **parts: Any) -> dist.Work:
         """Issue a collective. alike: tensors with an equal dtype and equal shapes on all ranks."""
-        return self.simulation.issue(self, name, agreed | _traits(name, alike), **parts)
+        shown = ", ".join(f"{key}={value}" for key, value in (agreed | _traits(name, alike)).items())
+        return self.simulation.issue(self, f"{name}({shown})", **parts)
 
     def _all(self, tensors: Sequence[Tensor]) -> _Tensors:
         return dict.fromkeys(range(self.size()), tensors)

@@ -27,7 +27,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.testing.ranks import c10d
-from gradcomp.testing.ranks.collectives import SimulatedProcessGroup, SimulatedWork, carry_out, shape_mismatch
+from gradcomp.testing.ranks.collectives import SimulatedProcessGroup, SimulatedWork, carry_out
 
 _one_at_a_time = threading.Lock()  # a simulation exchanges the process's default group
 _first_names = count(1_000_000, 1_000_000)
@@ -52,8 +52,6 @@ class CollectiveMismatch(RankError):  # noqa: N818 its name says what went wrong
 
 
 _GRADCOMP, _TORCH = Path(__file__).parents[2], Path(torch.__file__).parent
-
-CallSite = tuple[traceback.FrameSummary, ...]  # innermost first
 
 
 @cache
@@ -85,22 +83,17 @@ def _variables_of(values: Sequence[Any]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def call_site() -> CallSite:
-    """Find the calling line and, if it is in gradcomp or torch's hooks, the user's line that led to it."""
+def call_site() -> str:
+    """Format the calling line and, if it is in gradcomp or torch's hooks, the user's line that led to it."""
     lines: list[traceback.FrameSummary] = []
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         code = frame.f_code
         owner = _owner(code.co_filename)
         if owner == "user" or (owner == "library" and not lines):
-            lines.append(traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False))
+            lines.append(traceback.FrameSummary(code.co_filename, line, code.co_name))
         if owner == "user":
             break
-    return tuple(lines)
-
-
-def shown(site: CallSite) -> str:
-    """Format the call site as text, one line per line of code: file:line, function and source."""
-    return "\n".join(f"    {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in site)
+    return "".join(traceback.format_list(lines)).rstrip()
 
 
 class _Stopped(BaseException):
@@ -119,7 +112,7 @@ class Task(threading.Thread):
         self.rank = rank
         self.until: Callable[[], bool] | None = None
         self.waits_for: object = None
-        self.site: CallSite = ()
+        self.site = ""
         self.result: object = None
         self.may_run = threading.Lock()  # the thread that ran before releases it
         self.may_run.acquire()
@@ -160,12 +153,9 @@ class Simulation:
 
     def run(self, timeout_s: float) -> list[Any]:
         """Run the ranks to their end, and return their results by rank; see run_ranks."""
-        with ExitStack() as stack:
-            # A rank of another simulation runs this while that simulation holds the lock.
-            if not isinstance(threading.current_thread(), Task):
-                stack.enter_context(_one_at_a_time)
-            stack.enter_context(self._identity)
-            stack.enter_context(c10d.futures_by(self._wait_for, self._later))
+        # A rank of another simulation runs this while that simulation holds the lock.
+        lock = nullcontext() if isinstance(threading.current_thread(), Task) else _one_at_a_time
+        with lock, self._identity, c10d.futures_by(self._wait_for, self._later):
             try:
                 self._switch_to(self._next())
                 for _ in range(5):  # a run that still makes calls isn't stuck: the machine may be busy
@@ -181,25 +171,21 @@ class Simulation:
             raise self._failure
         return [task.result for task in self._mains]
 
-    def issue(self, group: SimulatedProcessGroup, name: str, agreed: Any, **parts: Any) -> SimulatedWork:
+    def issue(self, group: SimulatedProcessGroup, call: str, **parts: Any) -> SimulatedWork:
         """Issue the running rank's next collective in this group. Other ranks may run before it returns."""
-        rank = self._task(name).rank
+        rank = self._task(call).rank
         place = f"collective {group.num_issued} of the group {list(group.ranks)}"
-        work = SimulatedWork(self, rank, place, call_site(), name, agreed, **parts)
+        work = SimulatedWork(self, rank, place, call_site(), call, **parts)
         key = (group.ranks, group.index, group.num_issued)
         members = self._open.setdefault(key, {})
         members[group.rank()] = work
         group.num_issued += 1
         group.sent_bytes += work.sent_bytes
-        first = next(iter(members.values()))
-        if (first.name, first.agreed) != (name, agreed):
+        if any(each.call != call for each in members.values()):
             self._mismatch(f"ranks disagree on {place}", members)
         elif len(members) == group.size():
             del self._open[key]
-            works = [members[member] for member in range(group.size())]
-            if problem := shape_mismatch(works):
-                self._mismatch(f"{place}: {problem}", members)
-            self._pending.append(partial(self._carry_out, works))
+            self._pending.append(partial(self._carry_out, members))
         self.pause()
         return work
 
@@ -213,11 +199,12 @@ class Simulation:
     def _later(self, function: Callable[[], object]) -> None:  # on a new thread, as the running rank
         self._pending.append(Task(self, self._task("a callback").rank, function))
 
-    def _carry_out(self, works: list[SimulatedWork]) -> None:
+    def _carry_out(self, members: dict[int, SimulatedWork]) -> None:
+        works = [members[member] for member in range(len(members))]
         try:
             carry_out(works)
         except Exception as error:
-            self.fail(RankError(f"{works[0]}: {error}"))
+            self._mismatch(f"{works[0].place}: {error}", members)
         for work in works:
             work.done = True
             if work.future is not None:
@@ -308,7 +295,7 @@ class Simulation:
 
     def _deadlock(self) -> str:
         waiting = [
-            f"rank {task.rank} waits for {task.waits_for}\n{shown(task.site)}"
+            f"rank {task.rank} waits for {task.waits_for}\n{task.site}"
             for task in sorted(self._tasks, key=lambda task: task.rank)
         ]
         first = "deadlock: no rank can go on" if waiting else "all ranks have returned, but"
@@ -333,7 +320,7 @@ class Simulation:
 
 
 def _issuers(members: dict[int, SimulatedWork]) -> list[str]:
-    return [f"  rank {work.rank}: {work.call}\n{shown(work.site)}" for _, work in sorted(members.items())]
+    return [f"  rank {work.rank}: {work.call}\n{work.site}" for _, work in sorted(members.items())]
 
 
 def _new_group(options: Any, _: Any) -> dist.ProcessGroup:

@@ -67,9 +67,8 @@ def test_ranks_that_disagree_are_told_where(first: Any, second: Any, messages: t
         for rank, message in enumerate(messages):
             (of_rank,) = [index for index, line in enumerate(lines) if line.startswith(f"  rank {rank}: ")]
             assert message in lines[of_rank]
-            assert re.match(
-                r".*test_simulation_ends\.py:\d+ in issue: dist\.(all_reduce|broadcast)\(", lines[of_rank + 1]
-            )
+            assert re.match(r'  File ".*test_simulation_ends\.py", line \d+, in issue', lines[of_rank + 1])
+            assert re.match(r"    dist\.(all_reduce|broadcast)\(", lines[of_rank + 2])
 
 
 def test_split_sizes_that_do_not_fit_are_a_mismatch() -> None:
@@ -100,7 +99,7 @@ def test_torch_s_powersgd_mismatches_and_gradcomp_s_does_not(monkeypatch: pytest
     monkeypatch.setattr(ops, "_INTERPRETED", False)
     message = error_of(lambda rank, group: power_sgd_steps(rank, group, torch_power_sgd))
     assert "ranks disagree on collective" in message
-    assert len(set(re.findall(r"ddp_comm_hooks/powerSGD_hook\.py:(\d+)", message))) == 2
+    assert len(set(re.findall(r'ddp_comm_hooks/powerSGD_hook\.py", line (\d+)', message))) == 2
     for schedule in SCHEDULES:
         first, second = run_ranks(power_sgd_steps, 2, power_sgd, schedule=schedule)
         assert all(map(torch.equal, first, second))
@@ -127,7 +126,7 @@ def test_a_deadlock_says_who_waits_where() -> None:
         message = error_of(function, 3, schedule=schedule)
         assert "deadlock: no rank can go on\nrank 1 waits for barrier(), collective 0" in message
         assert "was not issued by rank 0, 2, but by\n  rank 1: barrier()" in message
-        assert "in function: dist.barrier()" in message
+        assert "in function\n    dist.barrier()" in message
     forever: Any = torch.futures.Future()
     assert "rank 1 waits for a future" in error_of(lambda rank, group: forever.wait())
 
@@ -215,4 +214,4 @@ def test_a_thread_that_is_no_rank_s_is_refused() -> None:
         thread.join()
         return errors[0]
 
-    assert "all_reduce, on a thread that isn't a simulated rank's" in run_ranks(function, 2)[0]
+    assert "shape=[1]), on a thread that isn't a simulated rank's" in run_ranks(function, 2)[0]
