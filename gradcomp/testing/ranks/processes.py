@@ -45,9 +45,10 @@ def in_unguarded_script() -> bool:
 class _Rank:
     """A rank's process, which waits for functions to run."""
 
-    def __init__(self, rank: int, folder: Path, context: _Context) -> None:
+    def __init__(self, rank: int, context: _Context) -> None:
         self.connection, theirs = context.Pipe()
-        self.stack = folder / f"stack-{rank}"
+        self.folder = tempfile.TemporaryDirectory()
+        self.stack = Path(self.folder.name, "stack")
         # daemon: the process ends when this one does.
         self.process = context.Process(target=_serve, args=(theirs, rank, self.stack), daemon=True)
         with mock.patch.dict(os.environ, PYTHONHASHSEED=str(rank + 1)):
@@ -58,6 +59,7 @@ class _Rank:
         self.process.kill()
         self.process.join()
         self.connection.close()
+        self.folder.cleanup()
 
     def dump_stack(self) -> str:
         if self.process.pid is not None and self.process.is_alive():
@@ -76,8 +78,6 @@ class Pool:
     def __init__(self, context: _Context | None = None) -> None:
         self._context: _Context = context or multiprocessing.get_context("spawn")
         self._ranks: list[_Rank] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._num_jobs = 0
         self._one_at_a_time = threading.Lock()
 
     def run(
@@ -94,8 +94,7 @@ class Pool:
         with self._one_at_a_time, ExitStack() as on_failure:
             on_failure.callback(self.close)
             ranks = self._ready(world_size)
-            self._num_jobs += 1
-            store = ranks[0].stack.with_name(f"store-{self._num_jobs}")
+            store = ranks[0].stack.with_name(f"store-{time.monotonic_ns()}")
             for rank in ranks:
                 rank.connection.send((world_size, str(store), timeout_s, payload))
             values, report = _collect(ranks, timeout_s)
@@ -106,9 +105,8 @@ class Pool:
             return [values[rank] for rank in ranks]
 
     def _ready(self, world_size: int) -> list[_Rank]:
-        self._folder = self._folder or tempfile.TemporaryDirectory()
-        num_started, folder = len(self._ranks), Path(self._folder.name)
-        self._ranks.extend(_Rank(number, folder, self._context) for number in range(num_started, world_size))
+        num_started = len(self._ranks)
+        self._ranks.extend(_Rank(number, self._context) for number in range(num_started, world_size))
         _, report = _collect(self._ranks[num_started:], _START_TIMEOUT_S)
         if report:
             raise RankError(
@@ -122,9 +120,6 @@ class Pool:
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._folder = None
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> tuple[dict[_Rank, Any], str]:
