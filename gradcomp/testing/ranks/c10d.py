@@ -55,10 +55,9 @@ class Identity:
     def __init__(self, worlds: Sequence[SimpleNamespace], modules: Sequence[dict[str, Any]] = ()) -> None:
         self._worlds, self._modules = worlds, modules
         self._rank: int | None = None  # no rank's, but the process's own
-        self._left = False
-        states = [torch.Generator().manual_seed(rank).get_state() for rank in range(len(worlds))]
         self._kept: dict[int | None, tuple[Any, torch.Tensor, list[dict[str, Any]]]] = {
-            rank: (world, states[rank], self._variables()) for rank, world in enumerate(worlds)
+            rank: (world, torch.Generator().manual_seed(rank).get_state(), self._variables())
+            for rank, world in enumerate(worlds)
         }
 
     def _variables(self) -> list[dict[str, Any]]:
@@ -71,7 +70,7 @@ class Identity:
         return self
 
     def become(self, rank: int | None) -> None:
-        if rank == self._rank or self._left:
+        if rank == self._rank or not self._kept:
             return
         own = distributed_c10d._world, torch.default_generator.get_state(), self._variables()
         self._kept[self._rank], self._rank = own, rank
@@ -85,7 +84,7 @@ class Identity:
 
     def __exit__(self, *_: Any) -> None:
         self.become(None)
-        self._left = True  # threads that could not be ended must not change the rank
+        self._kept.clear()  # threads that could not be ended must not change the rank
         distributed_c10d._process_group_name = self._name_of
         for world in self._worlds:
             for group, name in world.pg_names.items():

@@ -248,7 +248,7 @@ class Simulation:
             ready = [task for task in self._tasks if task.until is None or task.until()]
             options = [*self._pending, *ready]
             if not options:
-                if not self._tasks and not self._unfinished():
+                if not self._tasks and not self._open:
                     return None
                 self.fail(RankError(self._deadlock()))
                 break
@@ -294,12 +294,14 @@ class Simulation:
                 task.join()
 
     def _deadlock(self) -> str:
-        waiting = [
-            f"rank {task.rank} waits for {task.waits_for}\n{task.site}"
-            for task in sorted(self._tasks, key=lambda task: task.rank)
-        ]
-        first = "deadlock: no rank can go on" if waiting else "all ranks have returned, but"
-        return "\n".join([first, *waiting, *self._unfinished()])
+        lines = ["deadlock: no rank can go on" if self._tasks else "all ranks have returned, but"]
+        for task in sorted(self._tasks, key=lambda task: task.rank):
+            lines.append(f"rank {task.rank} waits for {task.waits_for}\n{task.site}")
+        for (ranks, *_), members in self._open.items():
+            missing = ", ".join(str(rank) for member, rank in enumerate(ranks) if member not in members)
+            place = next(iter(members.values())).place
+            lines += [f"{place} was not issued by rank {missing}, but by", *_issuers(members)]
+        return "\n".join(lines)
 
     def _stacks(self) -> str:
         frames = sys._current_frames()
@@ -308,15 +310,6 @@ class Simulation:
             for task in list(self._tasks)
             if task.ident in frames
         )
-
-    def _unfinished(self) -> list[str]:
-        lines = []
-        for (ranks, *_), members in self._open.items():
-            missing = [rank for member, rank in enumerate(ranks) if member not in members]
-            place = next(iter(members.values())).place
-            lines.append(f"{place} was not issued by rank {', '.join(map(str, missing))}, but by")
-            lines += _issuers(members)
-        return lines
 
 
 def _issuers(members: dict[int, SimulatedWork]) -> list[str]:
