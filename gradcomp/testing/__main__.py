@@ -3,7 +3,7 @@
 import argparse
 import ast
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,16 +20,9 @@ from gradcomp.testing.ranks import RankError
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
-def _named(text: str) -> Callable[..., Any]:
-    try:
-        return find_callable(text, "name")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _compared(text: str) -> tuple[str, Any, Any]:
     hook, _, make_state = text.partition(",")
-    return text, _named(hook), _named(make_state) if make_state else None
+    return text, find_callable(hook, "hook"), find_callable(make_state, "state") if make_state else None
 
 
 def _claim(text: str) -> tuple[str, Any]:
@@ -49,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     description = "Check a communication hook's properties on simulated ranks, and print the report."
     epilog = "python -m gradcomp.testing compare --help: a table of several hooks' errors and bytes"
     parser = OneLineParser(prog="python -m gradcomp.testing", description=description, epilog=epilog)
-    parser.add_argument("hook", type=_named, help="the hook, as module:name")
+    parser.add_argument("hook", help="the hook, as module:name")
     text = "the function or class that makes a rank's state from its process group, as module:name"
-    parser.add_argument("make_state", type=_named, nargs="?", help=text)
+    parser.add_argument("make_state", nargs="?", help=text)
     number = partial(parser.add_argument, type=positive_int)
     text = "number of ranks (default: 2 and 3, and 1, 4, 5 and 16 in some workloads)"
     number("--world-size", metavar="W", help=text)
@@ -63,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = f"check this property only; can be given several times: {', '.join(properties.__all__)}"
     several("--only", choices=properties.__all__, metavar="PROPERTY", help=text)
     text = "change a claim; can be given several times"
-    several("--claim", type=_claim, dest="claims", metavar="NAME=VALUE", help=text)
+    several("--claim", type=_claim, dest="claims", default=None, metavar="NAME=VALUE", help=text)
     text = "simulated ranks, or processes on gloo (default: simulated)"
     parser.add_argument("--ranks", choices=("simulated", "gloo"), default="simulated", help=text)
     text = "leave out the run in real processes"
@@ -76,11 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AssertionError, RuntimeError) as error:
         parser.error(f"--device {options.device}: {str(error).splitlines()[0]}")
     options.dtypes = [getattr(torch, name) for name in options.dtypes] or None
-    changes, options.claims = dict(options.claims), None
     try:
-        if changes:
+        options.hook = find_callable(options.hook, "hook")
+        options.make_state = options.make_state and find_callable(options.make_state, "state")
+        if options.claims:
             claims = claims_of(options.hook, options.make_state, options.device, options.ranks)
-            options.claims = replace(claims, **changes)
+            options.claims = replace(claims, **dict(options.claims))
         report = check_hook(**vars(options))
     except (TypeError, ValueError) as error:
         parser.error(str(error))
@@ -92,7 +86,7 @@ def _compare(arguments: Sequence[str]) -> int:
     description = "Compare hooks' errors and bytes on simulated ranks and gradients of several spectra."
     parser = OneLineParser(prog="python -m gradcomp.testing compare", description=description)
     text = "a hook as module:name, or module:name,module:name with the maker of its state"
-    parser.add_argument("hooks", type=_compared, nargs="+", metavar="HOOK", help=text)
+    parser.add_argument("hooks", nargs="+", metavar="HOOK", help=text)
     parser.add_argument("--steps", type=positive_int, default=32, help="number of steps (default: 32)")
     parser.add_argument("--world-size", type=positive_int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--csv", action="store_true", help="print CSV")
@@ -101,15 +95,15 @@ def _compare(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        table = compare(options.hooks, steps=options.steps, world_size=options.world_size)
-    except (RankError, ValueError) as error:
-        parser.error(f"{str(error).splitlines()[0]}; does a hook lack its state, or start after --steps?")
-    print(table.csv() if options.csv else table)
-    if options.plot:
-        try:
+        hooks = [_compared(text) for text in options.hooks]
+        table = compare(hooks, steps=options.steps, world_size=options.world_size)
+        print(table.csv() if options.csv else table)
+        if options.plot:
             table.plot(options.plot)
-        except (ImportError, OSError, ValueError) as error:
-            parser.error(str(error))
+    except RankError as error:
+        parser.error(f"{str(error).splitlines()[0]}; does a hook lack its state, or start after --steps?")
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
     return 0
 
 

@@ -58,7 +58,7 @@ def test_the_command_line(capsys):
     assert main([*names, *options]) == 1
     assert "expected torch's global generator to go on from the user's seed" in capsys.readouterr().out
     for wrong, message in (
-        (["nothing:here"], "name 'nothing:here': module 'nothing' fails: ModuleNotFoundError"),
+        (["nothing:here"], "hook 'nothing:here': module 'nothing' fails: ModuleNotFoundError"),
         ([*names, "--only", "foo"], "argument --only: invalid choice: 'foo'"),
         ([*names, "--claim", "foo"], "argument --claim: 'foo' is not NAME=VALUE"),
         ([*names, "--device", "cpux"], "error: --device cpux: Expected one of cpu, cuda"),
