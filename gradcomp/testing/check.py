@@ -59,19 +59,15 @@ class Verdict:
     measured: the worst value that the property returned.
     num_examples: the number of workloads on which it holds.
     note: the name of the measured value, the failure's message, or the reason why it wasn't checked.
-    num_passed_over: further workloads, on which the hook fails an earlier property that explains any failure.
     """
 
     outcome: Outcome
     measured: float | None = None
     num_examples: int = 0
     note: str = ""
-    num_passed_over: int = 0
 
     def __str__(self) -> str:
         shown = self.note if self.measured is None else f"{self.note} {self.measured:.2g}"
-        if self.num_passed_over:
-            shown += f"{', ' if shown else ''}{self.num_passed_over} more passed over"
         return f"{self.outcome:<12}{self.num_examples or '':>8}  {shown}".rstrip()
 
 
@@ -191,7 +187,8 @@ def _report(
             if reason:
                 report.verdicts[each.name] = Verdict("not checked", note=reason)
                 continue
-        search = _Search(each, subject, f"{position} of {len(searched)}, {each.name}", tuple(known))
+        _show(f"{subject.name}: {position} of {len(searched)}, {each.name}")
+        search = _Search(each, subject, tuple(known))
         if (strategy := each.workloads(drawn)) is not None:
             num_drawn = max(2, math.ceil(max_examples * each.fraction))
             limits = settings(REPEATED, max_examples=num_drawn, phases=PHASES)
@@ -227,12 +224,9 @@ class _Search:
 
     searched: Property
     subject: Subject
-    what: str
     known: tuple[type[AssertionError], ...] = ()
     failure: Failure | None = None
     measured: list[float | None] = field(default_factory=list)
-    num_tried: int = 0
-    num_passed_over: int = 0
     first: Failure | None = None
     printed: Sequence[str] = ()
     too_slow: str = ""
@@ -246,12 +240,9 @@ class _Search:
         self.printed = printed.getvalue().splitlines()[-MOST_PRINTED:]
 
     def fails(self, workload: Workload) -> bool:
-        self.num_tried += 1
-        _show(f"{self.subject.name}: {self.what}, example {self.num_tried}")
         try:
             measured = self.searched.measured(self.subject, workload)
         except self.known:
-            self.num_passed_over += 1
             return False
         except TooSlow as error:
             self.too_slow = str(error)
@@ -276,7 +267,7 @@ class _Search:
             return Verdict("not checked", note="no example in which the hook completes with finite averages")
         values = [each for each in self.measured if each is not None]
         worst, note = (self.searched.worst(values), self.searched.measure) if values else (None, "")
-        return Verdict("holds", worst, len(self.measured), note, self.num_passed_over)
+        return Verdict("holds", worst, len(self.measured), note)
 
 
 def _show(progress: str) -> None:

@@ -107,7 +107,6 @@ def test_torchs_defects_are_found_by_search():
     # Workloads that raise an exception that has failed an earlier property are passed over.
     assert report.verdicts["averages"].outcome == "holds"
     assert 0 < report.verdicts["averages"].num_examples < 25
-    assert "more passed over" in str(report)
     with pytest.raises(
         PropertyFailure, match=r"(?s)completes fails for\n  Workload\(.*dataclasses.replace\(claims_of"
     ):
@@ -213,7 +212,7 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     check_hook(default_hooks.allreduce_hook, **options)
     assert "\n" not in terminal.getvalue()
     lines = terminal.getvalue().split("\r")
-    assert "allreduce_hook: 2 of 2, averages, example 2" in [line.strip() for line in lines]
+    assert "allreduce_hook: 2 of 2, averages" in [line.strip() for line in lines]
     assert {len(line) for line in lines} == {79, 0}
     assert (lines[-2].strip(), lines[-1]) == ("", "")  # it is overwritten with blanks
 
