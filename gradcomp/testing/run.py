@@ -133,7 +133,6 @@ def _steps(
     group_index, rank = divmod(rank, workload.world_size)
     if workload.groups > 1:
         process_group, _ = dist.new_subgroups(workload.world_size)
-    shares = (0.5, 0.5) if workload.accumulated else (1.0,)
     state = process_group if make_state is None else make_state(process_group)
     zeros = [torch.zeros(shape, dtype=workload.dtype, device=workload.device) for shape in workload.shapes]
     parameters = [torch.nn.Parameter(zero) for zero in zeros]
@@ -148,7 +147,7 @@ def _steps(
         gradients = workload.gradients(step, rank)
         for parameter in parameters:
             parameter.grad = None
-        for share in shares:
+        for share in (0.5, 0.5) if workload.accumulated else (1.0,):
             factor = -share if group_index else share
             torch.autograd.backward(parameters, [each.to(workload.device) * factor for each in gradients])
         sent_before = getattr(process_group, "sent_bytes", 0)

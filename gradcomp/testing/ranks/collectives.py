@@ -74,22 +74,9 @@ class SimulatedWork(dist.Work):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def __str__(self) -> str:
-        return f"{self.call}, {self.place}"
-
-    @property
-    def devices(self) -> set[torch.device]:
-        """The CUDA devices of the output tensors."""
-        return {t.device for t in self.value if t.is_cuda}
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of the tensors to send; a tensor for several ranks counts once."""
-        return sum({id(t): t.nbytes for tensors in self.sends.values() for t in tensors}.values())
-
     def wait(self, timeout: Any = None) -> bool:
         """Wait until every rank has issued the collective and the output tensors are filled."""
-        self.simulation.pause(self.is_completed, self)
+        self.simulation.pause(self.is_completed, f"{self.call}, {self.place}")
         return True
 
     synchronize = wait  # torch's returns nothing
@@ -104,10 +91,14 @@ class SimulatedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the list of output tensors. Callbacks run on a new thread, as this rank."""
         if self.future is None:
-            self.future = torch.futures.Future(devices=list(self.devices))
+            self.future = torch.futures.Future(devices=_devices([self]))
             if self.done:
                 self.future.set_result(list(self.value))
         return self.future
+
+
+def _devices(works: Sequence[SimulatedWork]) -> list[torch.device]:
+    return list({tensor.device for work in works for tensor in work.value if tensor.is_cuda})
 
 
 def carry_out(works: Sequence[SimulatedWork]) -> None:
@@ -116,7 +107,7 @@ def carry_out(works: Sequence[SimulatedWork]) -> None:
     Reductions add up in rank order, in the tensors' dtype: with two ranks they have gloo's bits, with more up
     to rounding. MIN and MAX ignore a NaN unless it is rank 0's; gloo's ignore one or another.
     """
-    devices = set().union(*(work.devices for work in works))
+    devices = _devices(works)
     for device in devices:  # the order of streams is not simulated
         torch.cuda.synchronize(device)
     with torch.no_grad():
@@ -152,9 +143,6 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         self.index = index
         self.sent_bytes = self.num_issued = 0
         self.simulation = simulation
-
-    def __repr__(self) -> str:
-        return f"SimulatedProcessGroup(rank={self.rank()}, ranks={list(self.ranks)})"
 
     def _set_group_name(self, name: str) -> None:  # torch stores the name in the backend; here is none
         self._name = name

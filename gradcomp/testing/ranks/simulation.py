@@ -22,6 +22,7 @@ collectives are in flight and mismatches are found, unlike with torch's own thre
 from __future__ import annotations
 
 import ctypes
+import inspect
 import random
 import sys
 import threading
@@ -76,10 +77,9 @@ def _variables_of(values: Sequence[Any]) -> list[dict[str, Any]]:
         with suppress(ValueError):  # an empty cell
             waiting += [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         waiting.append(getattr(value, "func", None))
-        name = getattr(value, "__module__", None)
-        module = sys.modules.get(name) if name else None
-        if module is not None and _owner(getattr(module, "__file__", None) or name) == "user":
-            found[name] = vars(module)
+        module = inspect.getmodule(value)
+        if module and _owner(getattr(module, "__file__", None) or module.__name__) == "user":
+            found[module.__name__] = vars(module)
     return list(found.values())
 
 
@@ -111,7 +111,7 @@ class Task(threading.Thread):
         self._simulation, self._function = simulation, function
         self.rank = rank
         self.until: Callable[[], bool] | None = None
-        self.waits_for: object = None
+        self.waits_for = ""
         self.site = ""
         self.result: object = None
         self.may_run = threading.Lock()  # the thread that ran before releases it
@@ -180,7 +180,8 @@ class Simulation:
         members = self._open.setdefault(key, {})
         members[group.rank()] = work
         group.num_issued += 1
-        group.sent_bytes += work.sent_bytes
+        sent = {id(tensor): tensor.nbytes for tensors in work.sends.values() for tensor in tensors}
+        group.sent_bytes += sum(sent.values())  # a tensor for several ranks counts once
         if any(each.call != call for each in members.values()):
             self._mismatch(f"ranks disagree on {place}", members)
         elif len(members) == group.size():
@@ -218,7 +219,7 @@ class Simulation:
             raise RuntimeError(f"{what}, on a thread that isn't a simulated rank's: run it with ranks='gloo'")
         return task
 
-    def pause(self, until: Callable[[], bool] | None = None, waits_for: object = None) -> None:
+    def pause(self, until: Callable[[], bool] | None = None, waits_for: str = "") -> None:
         """Let other tasks run. Return when `until()` holds and this task is scheduled again."""
         task = self._task("waiting for a collective")
         self._num_pauses += 1
