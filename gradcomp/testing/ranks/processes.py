@@ -55,12 +55,6 @@ class _Rank:
             self.process.start()
         theirs.close()
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-        self.folder.cleanup()
-
     def dump_stack(self) -> str:
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
@@ -93,7 +87,15 @@ class Pool:
             ) from error
         with self._one_at_a_time, ExitStack() as on_failure:
             on_failure.callback(self.close)
-            ranks = self._ready(world_size)
+            new = range(len(self._ranks), world_size)
+            self._ranks.extend(_Rank(number, self._context) for number in new)
+            _, report = _collect(self._ranks[new.start :], _START_TIMEOUT_S)
+            if report:
+                raise RankError(
+                    "the processes of ranks='gloo' did not start. They import the program's main module: a "
+                    f"script must run its own work under `{GUARD}`"
+                )
+            ranks = self._ranks[:world_size]
             store = ranks[0].stack.with_name(f"store-{time.monotonic_ns()}")
             for rank in ranks:
                 rank.connection.send((world_size, str(store), timeout_s, payload))
@@ -104,21 +106,13 @@ class Pool:
                 raise RankError(report)
             return [values[rank] for rank in ranks]
 
-    def _ready(self, world_size: int) -> list[_Rank]:
-        num_started = len(self._ranks)
-        self._ranks.extend(_Rank(number, self._context) for number in range(num_started, world_size))
-        _, report = _collect(self._ranks[num_started:], _START_TIMEOUT_S)
-        if report:
-            raise RankError(
-                "the processes of ranks='gloo' did not start. They import the program's main module: a "
-                f"script must run its own work under `{GUARD}`"
-            )
-        return self._ranks[:world_size]
-
     def close(self) -> None:
         """Kill all processes. The next call of `run` starts new ones."""
         for rank in self._ranks:
-            rank.kill()
+            rank.process.kill()
+            rank.process.join()
+            rank.connection.close()
+            rank.folder.cleanup()
         self._ranks = []
 
 
