@@ -91,14 +91,14 @@ class SimulatedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """Return a future of the list of output tensors. Callbacks run on a new thread, as this rank."""
         if self.future is None:
-            self.future = torch.futures.Future(devices=_devices([self]))
+            self.future = torch.futures.Future(devices=list(_devices([self])))
             if self.done:
                 self.future.set_result(list(self.value))
         return self.future
 
 
-def _devices(works: Sequence[SimulatedWork]) -> list[torch.device]:
-    return list({tensor.device for work in works for tensor in work.value if tensor.is_cuda})
+def _devices(works: Sequence[SimulatedWork]) -> set[torch.device]:
+    return {tensor.device for work in works for tensor in work.value if tensor.is_cuda}
 
 
 def carry_out(works: Sequence[SimulatedWork]) -> None:
@@ -107,8 +107,7 @@ def carry_out(works: Sequence[SimulatedWork]) -> None:
     Reductions add up in rank order, in the tensors' dtype: with two ranks they have gloo's bits, with more up
     to rounding. MIN and MAX ignore a NaN unless it is rank 0's; gloo's ignore one or another.
     """
-    devices = _devices(works)
-    for device in devices:  # the order of streams is not simulated
+    for device in _devices(works):  # the order of streams is not simulated
         torch.cuda.synchronize(device)
     with torch.no_grad():
         writes: list[tuple[Tensor, Tensor]] = []
@@ -125,7 +124,7 @@ def carry_out(works: Sequence[SimulatedWork]) -> None:
                     writes.append((output, total / len(terms) if work.op == "AVG" else total))
         for output, value in writes:
             output.detach().copy_(value)  # autograd does not see collectives
-    for device in devices:
+    for device in _devices(works):
         torch.cuda.synchronize(device)
 
 

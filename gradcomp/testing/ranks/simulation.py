@@ -103,7 +103,7 @@ class _Stopped(BaseException):
 class Task(threading.Thread):
     """A function that runs as one rank on its own thread: the rank's main function, or a callback.
 
-    until, waits_for, site: while the task waits, the condition, its name in messages, and the line.
+    until, waits_for: while the task waits, the condition; its name and the line, for messages.
     """
 
     def __init__(self, simulation: Simulation, rank: int, function: Callable[[], object]) -> None:
@@ -112,7 +112,6 @@ class Task(threading.Thread):
         self.rank = rank
         self.until: Callable[[], bool] | None = None
         self.waits_for = ""
-        self.site = ""
         self.result: object = None
         self.may_run = threading.Lock()  # the thread that ran before releases it
         self.may_run.acquire()
@@ -162,8 +161,9 @@ class Simulation:
                     before = self._num_pauses
                     if self._over.wait(timeout_s) or self._num_pauses == before:
                         break
-                if not self._over.is_set():
-                    self.fail(RankError(f"the ranks were not done in time\n{self._stacks()}"))
+                if not self._over.is_set() and (task := self._running):  # the others wait for it
+                    stack = "".join(traceback.format_stack(sys._current_frames().get(task.ident or 0)))
+                    self.fail(RankError(f"the ranks were not done in time\nrank {task.rank}:\n{stack}"))
             except BaseException as interrupt:
                 self.fail(interrupt)
             self._end()
@@ -224,7 +224,7 @@ class Simulation:
         task = self._task("waiting for a collective")
         self._num_pauses += 1
         if until is not None:
-            task.until, task.waits_for, task.site = until, waits_for, call_site()
+            task.until, task.waits_for = until, f"{waits_for}\n{call_site()}"
         following = self._next(task)
         if following is not task:
             self._switch_to(following)
@@ -235,8 +235,7 @@ class Simulation:
 
     def fail(self, failure: BaseException) -> None:
         """End the run with this failure; an earlier one stands. Every task is unwound where it waits."""
-        if self._failure is None:
-            self._failure = failure
+        self._failure = self._failure or failure
 
     def finish(self, task: Task) -> None:
         """Switch from a task that has ended to the next one."""
@@ -297,20 +296,12 @@ class Simulation:
     def _deadlock(self) -> str:
         lines = ["deadlock: no rank can go on" if self._tasks else "all ranks have returned, but"]
         for task in sorted(self._tasks, key=lambda task: task.rank):
-            lines.append(f"rank {task.rank} waits for {task.waits_for}\n{task.site}")
+            lines.append(f"rank {task.rank} waits for {task.waits_for}")
         for (ranks, *_), members in self._open.items():
             missing = ", ".join(str(rank) for member, rank in enumerate(ranks) if member not in members)
             place = next(iter(members.values())).place
             lines += [f"{place} was not issued by rank {missing}, but by", *_issuers(members)]
         return "\n".join(lines)
-
-    def _stacks(self) -> str:
-        frames = sys._current_frames()
-        return "\n".join(
-            f"rank {task.rank}:\n{''.join(traceback.format_stack(frames[task.ident or 0]))}"
-            for task in list(self._tasks)
-            if task.ident in frames
-        )
 
 
 def _issuers(members: dict[int, SimulatedWork]) -> list[str]:
