@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-import shutil
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from textwrap import shorten
@@ -30,8 +29,7 @@ from gradcomp.testing.workload import Workload
 PROPERTIES: tuple[Property, ...] = tuple(getattr(properties, name) for name in properties.__all__)
 PHASES = (Phase.generate, Phase.shrink)
 REPEATED = settings(derandomize=True, database=None, deadline=None, verbosity=Verbosity.quiet)
-Outcome = Literal["holds", "fails", "not claimed", "not checked"]
-LONGEST_MESSAGE = 14  # lines; a longer one holds a traceback: its middle lines are left out
+LONGEST_MESSAGE = 18  # lines; a longer one holds a traceback: its middle lines are left out
 MOST_PRINTED = 5  # lines of a hook's own
 _CAPTURED = threading.RLock()  # standard output is the whole process's: checks take turns
 LONGEST_S = 180.0  # of a check with 25 examples; right hooks take 10 to 60 s of a CPU
@@ -61,7 +59,7 @@ class Verdict:
     note: the name of the measured value, the failure's message, or the reason why it wasn't checked.
     """
 
-    outcome: Outcome
+    outcome: Literal["holds", "fails", "not claimed", "not checked"]
     measured: float | None = None
     num_examples: int = 0
     note: str = ""
@@ -137,17 +135,14 @@ def check_hook(
     if make_state is not None and not callable(make_state):
         expected = "make_state is a function of the process group that returns a new state"
         raise TypeError(f"{expected}, got {make_state!r}")
-    known = [each.name for each in PROPERTIES]
-    if unknown := set(only) - set(known):
-        raise ValueError(f"unknown properties {sorted(unknown)}; known: {known}")
+    if unknown := set(only) - set(properties.__all__):
+        raise ValueError(f"unknown properties {sorted(unknown)}; known: {properties.__all__}")
     searched = [each for each in PROPERTIES if not only or each.name in only]
     failing = Claims(start=PROBED_STEPS - 3)  # of a hook that fails in the probe
     subject = Subject(hook, make_state, claims or failing, ranks, LONGEST_S * max(1.0, max_examples / 25))
     world_sizes = WORLD_SIZES if world_size is None else (world_size,)
     limits = (world_sizes, dtypes or (torch.float32, torch.float64), device)
-    with _CAPTURED, redirect_stdout(io.StringIO()), ExitStack() as at_end:
-        at_end.callback(_show, "")
-        _show(f"{subject.name}: inferring its claims")
+    with _CAPTURED, redirect_stdout(io.StringIO()):
         try:
             if claims is None:
                 subject = replace(subject, claims=claims_of(hook, make_state, device, ranks))
@@ -158,10 +153,11 @@ def check_hook(
                     drawn = replace(drawn, left_out=())
         except RankError as error:  # the hook fails in the probe: when does it?
             report = _report(subject, PROPERTIES[:1], Drawn(subject.claims, *limits), max_examples)
-            if report.verdicts[PROPERTIES[0].name].outcome == "holds":
+            if report.verdicts["completes"].outcome == "holds":
                 raise error
             not_checked = Verdict("not checked", note="the hook does not complete")
-            return replace(report, claims=None, verdicts=dict.fromkeys(known, not_checked) | report.verdicts)
+            verdicts = dict.fromkeys(properties.__all__, not_checked) | report.verdicts
+            return replace(report, claims=None, verdicts=verdicts)
         return _report(subject, searched, drawn, max_examples, processes, fail_fast)
 
 
@@ -176,102 +172,85 @@ def _report(
     report = Report(subject.name, subject.claims)
     known: list[type[AssertionError]] = []
     for position, each in enumerate(searched, 1):
+        in_processes = each is properties.same_in_processes
+        found: Verdict | Failure
         if fail_fast and report.failures:
-            report.verdicts[each.name] = Verdict("not checked", note="a property before it fails")
-            continue
-        if reason := each.reason(subject):
-            report.verdicts[each.name] = Verdict("not claimed", note=reason)
-            continue
-        if each is properties.same_in_processes:
-            reason = subject.why_not_in_processes() if processes else "switched off"
-            if reason:
-                report.verdicts[each.name] = Verdict("not checked", note=reason)
-                continue
-        _show(f"{subject.name}: {position} of {len(searched)}, {each.name}")
-        search = _Search(each, subject, tuple(known))
-        if (strategy := each.workloads(drawn)) is not None:
-            num_drawn = max(2, math.ceil(max_examples * each.fraction))
-            limits = settings(REPEATED, max_examples=num_drawn, phases=PHASES)
-            with suppress(NoSuchExample, Flaky):
-                find(strategy, search.fails, settings=limits)
-        # The drawn ones come first, as they shrink further.
-        for workload in islice(each.listed(drawn), max_examples):
-            if search.failure is not None or search.fails(workload):
-                break
-        search.confirm()
-        report.verdicts[each.name] = search.verdict()
-        known += each.explains if search.first is not None else ()
-        if search.failure is not None:
-            workload, message = search.failure.counterexample, search.failure.message
-            if subject.make_state is None and "ProcessGroup' object has no attribute" in message:
-                message += "\nIs the hook's state missing? Without make_state it is the process group."
-            message += each.advice(subject, workload)
-            if search.printed:
-                message = "\n".join([message, "The hook printed, at the end:", *search.printed])
-            report.failures.append(replace(search.failure, message=message))
+            found = Verdict("not checked", note="a property before it fails")
+        elif reason := each.reason(subject):
+            found = Verdict("not claimed", note=reason)
+        elif in_processes and not processes:
+            found = Verdict("not checked", note="switched off")
+        elif in_processes and (reason := subject.why_not_in_processes()):
+            found = Verdict("not checked", note=reason)
+        else:
+            _show(f"{subject.name}: {position} of {len(searched)}, {each.name}")
+            found = _search(each, subject, drawn, max_examples, known)
+        if isinstance(found, Failure):
+            report.failures.append(found)
+            known += each.explains
+            shown = found.message.removeprefix(f"{each.name}: ").splitlines()[0]
+            found = Verdict("fails", note=shorten(shown, 90, placeholder="…"))
+        report.verdicts[each.name] = found
+    _show("")
     return report
 
 
-@dataclass
-class _Search:
-    """The search for a workload on which a property of a hook fails.
+def _search(
+    searched: Property, subject: Subject, drawn: Drawn, max_examples: int, known: list[type[AssertionError]]
+) -> Verdict | Failure:
+    """Search for a workload on which a property of a hook fails; return the failure if it comes again.
 
     known: exceptions that have failed an earlier property. Workloads that raise one are passed over.
-    failure, first: the last failure, and the first one.
-    measured: the measured value, if any, of each workload on which the property holds.
-    printed: the last lines that the hook printed when it failed again.
     """
+    measured: list[float | None] = []
+    failures: list[Failure] = []
+    too_slow = ""
 
-    searched: Property
-    subject: Subject
-    known: tuple[type[AssertionError], ...] = ()
-    failure: Failure | None = None
-    measured: list[float | None] = field(default_factory=list)
-    first: Failure | None = None
-    printed: Sequence[str] = ()
-    too_slow: str = ""
-
-    def confirm(self) -> None:
-        """Drop a failure if neither it nor the first one comes again: a busy machine accuses nobody."""
-        found, self.failure = [each for each in (self.failure, self.first) if each is not None], None
-        self.subject = replace(self.subject)  # it has kept no run
-        with redirect_stdout(io.StringIO()) as printed:
-            any(self.fails(each.counterexample) for each in found)
-        self.printed = printed.getvalue().splitlines()[-MOST_PRINTED:]
-
-    def fails(self, workload: Workload) -> bool:
+    def fails(workload: Workload) -> bool:
+        nonlocal too_slow
         try:
-            measured = self.searched.measured(self.subject, workload)
-        except self.known:
-            return False
+            measured.append(searched.measured(subject, workload))
+        except tuple(known):
+            pass
         except TooSlow as error:
-            self.too_slow = str(error)
-            return False
+            too_slow = str(error)
         except (PropertyFailure, RankError) as error:
-            self.failure = Failure(self.searched.name, workload, str(error))
-            self.first = self.first or self.failure
+            failures.append(Failure(searched.name, workload, str(error)))
             return True
-        self.measured.append(measured)
         return False
 
-    def verdict(self) -> Verdict:
-        if self.failure is not None:
-            message = self.failure.message.removeprefix(f"{self.searched.name}: ")
-            return Verdict("fails", note=shorten(message.splitlines()[0], 90, placeholder="…"))
-        if self.too_slow:
-            return Verdict("not checked", None, len(self.measured), self.too_slow)
-        if self.first is not None:
-            note = f"not every time: {self.first.message.splitlines()[0]}"
-            return Verdict("not checked", note=shorten(note, 160, placeholder="…"))
-        if not self.measured:
-            return Verdict("not checked", note="no example in which the hook completes with finite averages")
-        values = [each for each in self.measured if each is not None]
-        worst, note = (self.searched.worst(values), self.searched.measure) if values else (None, "")
-        return Verdict("holds", worst, len(self.measured), note)
+    if (strategy := searched.workloads(drawn)) is not None:
+        num_drawn = max(2, math.ceil(max_examples * searched.fraction))
+        with suppress(NoSuchExample, Flaky):
+            find(strategy, fails, settings=settings(REPEATED, max_examples=num_drawn, phases=PHASES))
+    if not failures:  # the drawn ones come first, as they shrink further
+        any(map(fails, islice(searched.listed(drawn), max_examples)))
+    # A busy machine accuses nobody: the last failure or the first one must come again, in a new run.
+    found, subject = [*failures[-1:], *failures[:1]], replace(subject)
+    failures.clear()
+    with redirect_stdout(io.StringIO()) as printed:
+        any(fails(each.counterexample) for each in found)
+    if failures:
+        message = failures[0].message
+        if subject.make_state is None and "ProcessGroup' object has no attribute" in message:
+            message += "\nIs the hook's state missing? Without make_state it is the process group."
+        message += searched.advice(subject, failures[0].counterexample)
+        if lines := printed.getvalue().splitlines()[-MOST_PRINTED:]:
+            message = "\n".join([message, "The hook printed, at the end:", *lines])
+        return replace(failures[0], message=message)
+    if too_slow:
+        return Verdict("not checked", None, len(measured), too_slow)
+    if found:
+        note = f"not every time: {found[-1].message.splitlines()[0]}"
+        return Verdict("not checked", note=shorten(note, 160, placeholder="…"))
+    if not measured:
+        return Verdict("not checked", note="no example in which the hook completes with finite averages")
+    values = [each for each in measured if each is not None]
+    worst, note = (searched.worst(values), searched.measure) if values else (None, "")
+    return Verdict("holds", worst, len(measured), note)
 
 
 def _show(progress: str) -> None:
     """Overwrite a line on standard error if that is a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns - 1  # no line may wrap
-        print(f"{progress[:width]:<{width}}", end="\r", file=sys.stderr, flush=True)
+        print(f"{progress:<79.79}", end="\r", file=sys.stderr, flush=True)
