@@ -22,7 +22,7 @@ from gradcomp.hooks.auto_hook import AutoOptions
 from gradcomp.hooks.named_hooks import NamedHook
 from gradcomp.testing.ranks import RankError, run_ranks
 from gradcomp.testing.run import CheckpointError, ErrorsOf, MakeState, Ranks, Run, reload, run_hook
-from gradcomp.testing.workload import Shape, Workload
+from gradcomp.testing.workload import Shape, Workload, flat
 
 # The squared norm of 2^20 elements this large fits in float32: 2^(2·40+20) < 2^128.
 LARGEST_OF_LOSSY = 2.0**40
@@ -157,10 +157,10 @@ class Claims:
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return the largest mean |gradient| for which outputs must be finite in a bucket of this dtype."""
-        largest = torch.finfo(dtype).max
-        if self.is_lossy and largest < LARGEST_OF_LOSSY:
+        largest = 0.99 * torch.finfo(dtype).max
+        if self.is_lossy and torch.float16 in (dtype, self.precision):
             largest = LARGEST_OF_LOSSY_FP16
-        return min(self.max_magnitude, 0.99 * largest)
+        return min(self.max_magnitude, largest)
 
     def steps_until_sent(self, numel: int) -> int:
         """Return the number of steps after which each of a bucket's elements has been sent.
@@ -225,9 +225,10 @@ def claims_of(
     claims = _inferred(hook, unchanged, start)
     if claims.unbiased:
         scaled = run(replace(probe, log2_factor=8))
-        pairs = list(zip(unchanged.each_output(claims.start), scaled.each_output(claims.start), strict=True))
-        are_equal = all(torch.equal(one.average, other.average) for one, other in pairs)
-        if are_equal and any(one.average.any() for one, _ in pairs):
+        one, other = (
+            flat(each.average for each in run.each_output(claims.start)) for run in (unchanged, scaled)
+        )
+        if one.any() and torch.equal(one, other):
             claims = replace(claims, unbiased=False, scale_equivariant=False)
     if make_state is None:
         return claims
@@ -239,8 +240,6 @@ def claims_of(
     claims = replace(claims, **found)
     if errors_of is not None and start is not None and (claims.is_lossy or claims.error_feedback):
         found["start"] = promised.get("start", start)
-    if claims.is_lossy and coarsest == torch.float16:
-        found["max_magnitude"] = LARGEST_OF_LOSSY_FP16
     return replace(claims, **found, errors_of=errors_of if claims.error_feedback else None)
 
 
@@ -355,16 +354,16 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
     tolerance = None
     if None not in fits or averages_later:
         start, tolerance = 0, Tolerance.rounding(precision)
-    if tolerance is None and all(_fits(run, step, Tolerance.levels(8)) for step in range(PROBED_STEPS)):
+    elif all(_fits(run, step, Tolerance.levels(8)) for step in range(PROBED_STEPS)):
         tolerance = Tolerance.levels(8)
         if keeps_errors:
             # The first rounded step shows the precision. Later a 16-bit hook may feed back an error that is
             # larger than the rounding of a small element.
             start = next(step for step, dtype in enumerate(fits) if dtype != torch.float32)
             precision = fits[start] or precision
-    averages = tolerance is not None
-    if not averages and precision == torch.float32:
+    elif precision == torch.float32:
         precision = torch.float64  # in fp32, the probe shows no rounding finer than fp32's
+    averages = tolerance is not None
     max_magnitude = LARGEST_OF_LOSSY_FP16 if precision == torch.float16 else LARGEST_OF_LOSSY
     if tolerance is not None and tolerance.of == "element":
         max_magnitude = min(torch.finfo(precision).max * 0.99, LARGEST_OF_SUMS)
@@ -388,20 +387,18 @@ def _inferred(hook: Hook, run: Run, start: int | None) -> Claims:
 
 def _fits(run: Run, step: int, tolerance: Tolerance) -> bool:
     """Return whether rank 0's averages of a step are within the tolerance, and for levels near the means."""
-    means, outputs = run.workload.mean(step), run.outputs[step][0]
-    off = [average.double() - mean for average, mean in zip(outputs, means, strict=True)]
-    allowed = [tolerance.allowed(run.workload, step, index) for index in range(len(off))]
-    lost, size = (math.hypot(*(float(tensor.norm()) for tensor in each)) for each in (off, means))
-    if tolerance.of == "bucket" and lost > AVERAGES_WITHIN * size:
-        return False
-    return all(bool((each.abs() <= limit).all()) for each, limit in zip(off, allowed, strict=True))
+    means, outputs = flat(run.workload.mean(step)), flat(run.outputs[step][0])
+    allowed = flat(tolerance.allowed(run.workload, step, index) for index in range(len(run.outputs[step][0])))
+    off = outputs - means
+    is_near = tolerance.of == "element" or bool(off.norm() <= AVERAGES_WITHIN * means.norm())
+    return is_near and bool((off.abs() <= allowed).all())
 
 
 def _variance(run: Run, start: int) -> float:
     """Return Σ ‖output − mean‖² / Σ ‖gradient‖² over all ranks."""
-    lost = sum(float((each.average - each.mean).square().sum()) for each in run.each_output(start))
-    given = (tensor for step in range(start, PROBED_STEPS) for tensor in run.workload.stacked(step))
-    return lost / sum(float(tensor.square().sum()) for tensor in given)
+    lost = flat(each.average - each.mean for each in run.each_output(start))
+    given = flat(tensor for step in range(start, PROBED_STEPS) for tensor in run.workload.stacked(step))
+    return float(lost.square().sum() / given.square().sum())
 
 
 def _density(run: Run, start: int) -> float:

@@ -18,11 +18,10 @@ from gradcomp.comm.bucket import Hook
 from gradcomp.command_line import aligned
 from gradcomp.testing.claims import Claims, declared
 from gradcomp.testing.properties.accuracy import BucketSteps
-from gradcomp.testing.properties.subject import flat
 from gradcomp.testing.ranks import run_ranks
 from gradcomp.testing.run import MakeState, run_hook
 from gradcomp.testing.strategies import SPECTRA
-from gradcomp.testing.workload import RecordedWorkload, Workload
+from gradcomp.testing.workload import RecordedWorkload, Workload, flat
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,6 @@ def workloads(
         "reverse": st.booleans(),
         "world_size": st.integers(1, 4),
         "steps": st.integers(1, 3),
-        "dtype": st.just(torch.float32),
         "spectra": st.lists(st.sampled_from(SPECTRA), min_size=1, max_size=4).map(tuple),
         "rank": st.integers(1, 4),
         "log2_scale": st.lists(scale, max_size=most).map(tuple),
@@ -104,9 +103,10 @@ def workloads(
         "drift": st.sampled_from((0.0, 0.1, 1.0)),
         "seed": st.integers(0, 2**16),
     }
-    for name, value in fields.items():
-        drawn[name] = value if isinstance(value, SearchStrategy) else st.just(value)
-    return st.builds(_workload, **drawn)
+    given = {
+        name: each if isinstance(each, SearchStrategy) else st.just(each) for name, each in fields.items()
+    }
+    return st.builds(_workload, **drawn | given)
 
 
 def _workload(
@@ -148,7 +148,7 @@ class Drawn:
             "dtype": st.sampled_from(list(self.dtypes)),
             "device": self.device,
         }
-        return workloads(**{**defaults, **options})
+        return workloads(**defaults | options)
 
     def poisons(self, num_tensors: int = 1) -> list[Poison]:
         """List inf, −inf and NaN on each rank, in each tensor, in each kind of step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from typing import Literal
@@ -245,6 +245,11 @@ class RecordedWorkload(Workload):
     @lru_cache(maxsize=64)  # noqa: B019
     def _draw(self, step: int, rank: int, index: int) -> Tensor:
         return self.recorded[step][rank][index].detach().double()
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Join tensors to a vector in float64."""
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
 @lru_cache(maxsize=256)

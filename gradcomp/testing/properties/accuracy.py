@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -15,17 +14,9 @@ from torch import Tensor
 
 from gradcomp.testing.claims import FALSE_ALARM, PROBE, Claims, Tolerance, lines, unit_roundoff
 from gradcomp.testing.run import Output, Run
-from gradcomp.testing.workload import Workload
+from gradcomp.testing.workload import Workload, flat
 
-from .subject import (
-    PropertyFailure,
-    Subject,
-    flat,
-    property_of,
-    require_close,
-    require_close_in_norm,
-    require_finite,
-)
+from .subject import PropertyFailure, Subject, property_of, require_close, require_close_in_norm
 
 # The error allowed in a gradient of rank r that is recovered from its factors, in unit roundoffs: P's
 # condition number. For a random projection it is above t with a probability of 2 r / t (Edelman, Eigenvalues
@@ -59,7 +50,7 @@ def averages(subject: Subject, workload: Workload) -> Iterator[float]:
 
     Yields error / tolerance; nothing if the hook claims no average of the workload.
     """
-    claims, run = subject.claims, subject.run(workload)
+    claims, run = subject.claims, subject.finite_run(workload)
     checked: list[tuple[Output, Tensor, Tolerance]] = []
     for output in run.each_output():
         tolerance = claims.tolerance_in(workload.dtype)
@@ -67,8 +58,6 @@ def averages(subject: Subject, workload: Workload) -> Iterator[float]:
             if output.step >= claims.start and not claims.is_exact(output.average.shape):
                 continue
             tolerance = claims.exact(workload.dtype)
-        if not checked:
-            require_finite(run)
         allowed = tolerance.allowed(workload, output.step, output.index)
         yield require_close(output, output.mean, output.average, allowed, "the float64 mean")
         checked.append((output, allowed, tolerance))
@@ -301,13 +290,12 @@ def unbiased(subject: Subject, workload: Workload) -> Iterator[float]:
     if t > limit:
         average = mean + draws.mean(0) * unit
         worst = int(draws.mean(0).abs().argmax())
-        starts = [0, *accumulate(map(torch.numel, means))]
-        position = bisect(starts, worst) - 1
-        turn, index = divmod(position, len(workload.shapes))
-        element = f"{workload.where(index)}, element {worst - starts[position]}"
-        where = f"the {('first', 'second')[turn]} one, {element}"
+        turn, element = divmod(worst, len(mean) // 2)
+        owners = [index for index, shape in enumerate(workload.shapes) for _ in range(math.prod(shape))]
+        where = f"{workload.where(owners[element])}, element {element - owners.index(owners[element])}"
         raise PropertyFailure(
-            f"over {2 * num_pairs} steps with two gradients in turn, {where}: expected "
+            f"over {2 * num_pairs} steps with two gradients in turn, the {('first', 'second')[turn]} one, "
+            f"{where}: expected "
             f"{mean[worst]:.6g} (the float64 mean) on average, got {average[worst]:.6g}; all elements: t = "
             f"{t:.3g}, allowed {limit:.3g}"
         )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradcomp.testing.ranks import RankError
-from gradcomp.testing.workload import Workload
+from gradcomp.testing.workload import Workload, flat
 
 from .accuracy import BucketSteps
 from .subject import (
@@ -20,7 +20,6 @@ from .subject import (
     PropertyFailure,
     Subject,
     TooSlow,
-    flat,
     property_of,
     require_close_in_norm,
     require_same_outputs,
