@@ -157,10 +157,10 @@ class Claims:
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return the largest mean |gradient| for which outputs must be finite in a bucket of this dtype."""
-        largest = 0.99 * torch.finfo(dtype).max
+        largest = torch.finfo(dtype).max
         if self.is_lossy and torch.float16 in (dtype, self.precision):
             largest = LARGEST_OF_LOSSY_FP16
-        return min(self.max_magnitude, largest)
+        return min(self.max_magnitude, 0.99 * largest)
 
     def steps_until_sent(self, numel: int) -> int:
         """Return the number of steps after which each of a bucket's elements has been sent.
@@ -235,12 +235,12 @@ def claims_of(
     promised, errors_of = declared(hook, state)
     # A state may hold wires and scratch buffers, and errors.
     memory = 4.0 if claims.is_lossy or claims.error_feedback else 1.0
-    coarsest = max(claims.precision, promised.get("precision") or torch.float64, key=unit_roundoff)
-    found = {"checkpoint": checkpoint, "memory": memory, **promised, "precision": coarsest}
+    found = {"checkpoint": checkpoint, "memory": memory, **promised}
+    if errors_of is not None and start is not None:
+        found.setdefault("start", start)
+    found["precision"] = max(claims.precision, promised.get("precision") or torch.float64, key=unit_roundoff)
     claims = replace(claims, **found)
-    if errors_of is not None and start is not None and (claims.is_lossy or claims.error_feedback):
-        found["start"] = promised.get("start", start)
-    return replace(claims, **found, errors_of=errors_of if claims.error_feedback else None)
+    return replace(claims, errors_of=errors_of if claims.error_feedback else None)
 
 
 def _state(make_state: Callable[[Any], Any], rank: int, process_group: Any) -> tuple[Any, str | None]:

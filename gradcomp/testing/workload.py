@@ -181,12 +181,13 @@ class Workload:
         singular *= math.sqrt(rows * cols) / singular.norm()
         singular = singular[: singular.count_nonzero()]
         k = len(singular)
-        left, right = _orthonormal(mixed(0, (rows, k))), _orthonormal(mixed(1, (cols, k)))
+        drawn = mixed(0, (rows, k)), mixed(1, (cols, k))
+        left, right = (each / each.norm() if k == 1 else torch.linalg.qr(each).Q for each in drawn)
         core = singular.diag()
         if self.noise and k < full:
             # ‖N [k, k]‖ is about k, and ‖core‖ is √(rows · cols): the noise's norm is about noise · ‖core‖.
             core = core + mixed(2, (k, k), rank) * (self.noise * math.sqrt(rows * cols) / k)
-        gradient = left @ core @ right.mT
+        gradient: Tensor = left @ core @ right.mT
         if self.noise and k == full:
             gradient = gradient + self.noise * mixed(2, (rows, cols), rank)
         if self.sparsity:
@@ -264,12 +265,6 @@ def _mask(shape: Shape, fraction: float, seed: int) -> Tensor:
     for lines, num in parts:
         lines[torch.randperm(len(lines), generator=generator, dtype=torch.int64, device="cpu")[:num]] = True
     return chosen.view(shape)
-
-
-def _orthonormal(drawn: Tensor) -> Tensor:
-    """Make orthonormal columns of normal numbers [n, k]."""
-    basis: Tensor = drawn / drawn.norm() if drawn.shape[1] == 1 else torch.linalg.qr(drawn).Q
-    return basis
 
 
 @lru_cache(maxsize=4096)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from statistics import NormalDist
 
 import torch
@@ -229,17 +228,14 @@ class BucketSteps:
         lost_below = 2 * workload.world_size * claims.exact(workload.dtype).absolute
         for bucket, indices in enumerate(workload.buckets):
             means = torch.stack([flat(workload.mean(step)[index] for index in indices) for step in steps])
-            sizes = [workload.largest(step, *indices) for step in steps]
+            sizes = means.new_tensor([workload.largest(step, *indices) for step in steps])
             for rank in range(workload.world_size):
                 outputs = torch.stack([flat(run.outputs[step][rank][i] for i in indices) for step in steps])
                 missing = means - outputs
                 held = torch.cat([torch.zeros_like(missing[:1]), missing]).cumsum(0)
-                largest = held.abs().amax(1).tolist() if held.shape[1] else [0.0] * len(held)
-                lost = [
-                    roundings * (size + before + after) + lost_below
-                    for size, (before, after) in zip(sizes, pairwise(largest), strict=True)
-                ]
-                rounding = [0.0, *accumulate(lost)]
+                largest = held.abs().amax(1) if held.shape[1] else held.new_zeros(len(held))
+                lost = roundings * (sizes + largest[:-1] + largest[1:]) + lost_below
+                rounding = [0.0, *lost.cumsum(0).tolist()]
                 name = f"rank {rank}, bucket {bucket} with tensors {list(indices)}"
                 yield cls(name, means, outputs, held, rounding)
 

@@ -27,14 +27,12 @@ from .subject import (
 
 # The bytes that a state may hold for each tensor and each bucket, whatever the size of the gradients.
 SMALL_TENSORS = 4096
-# The gradients by which the factor of a multiple of the mean is found.
-STEADY = Workload(((8, 9),), noise=1.0)
 
 
 def _declined(subject: Subject, workload: Workload) -> str:
     """Return how to decline error_feedback: also by tracks, if the hook tracks a multiple of the mean."""
     text = "error_feedback=False"
-    steady = replace(STEADY, world_size=workload.world_size, dtype=workload.dtype, device=workload.device)
+    steady = replace(workload, shapes=((8, 9),), buckets=(), spectra=("flat",), noise=1.0)
     with suppress(NonFiniteFailure, RankError, TooSlow):
         mean, output = _steady(subject, steady)
         factor = _fitted(mean, output)
