@@ -11,50 +11,31 @@ Raises PropertyFailure if the property fails on this workload: the message has t
 value, and the rank, step and tensor. Raises RankError if the hook doesn't finish.
 """
 
-from .accuracy import averages, contraction, exact_up_to_rank, unbiased, variance, zero_stays_zero
-from .memory import (
-    bounded_memory,
-    checkpoint_round_trip,
-    held_back_comes_out,
-    no_error_where_exact,
-    tracks_the_mean,
-)
-from .robustness import (
-    bucket_insensitive,
-    completes,
-    deterministic,
-    finite_in_finite_out,
-    nonfinite_seen_by_all,
-    random_state_kept,
-    rank_permutation,
-    replicas_identical,
-    same_in_processes,
-    scale_equivariant,
-    stays_in_its_group,
-)
+from .subject import Property
 
 # In the order in which they are checked: a property that explains others comes before these.
-__all__ = [  # noqa: RUF022
-    "completes",
-    "finite_in_finite_out",
-    "replicas_identical",
-    "deterministic",
-    "stays_in_its_group",
-    "random_state_kept",
-    "same_in_processes",
-    "averages",
-    "zero_stays_zero",
-    "exact_up_to_rank",
-    "contraction",
-    "held_back_comes_out",
-    "tracks_the_mean",
-    "no_error_where_exact",
-    "unbiased",
-    "variance",
-    "scale_equivariant",
-    "rank_permutation",
-    "bucket_insensitive",
-    "nonfinite_seen_by_all",
-    "checkpoint_round_trip",
-    "bounded_memory",
-]
+# isort: off
+from .robustness import completes as completes
+from .robustness import finite_in_finite_out as finite_in_finite_out
+from .robustness import replicas_identical as replicas_identical
+from .robustness import deterministic as deterministic
+from .robustness import stays_in_its_group as stays_in_its_group
+from .robustness import random_state_kept as random_state_kept
+from .robustness import same_in_processes as same_in_processes
+from .accuracy import averages as averages
+from .accuracy import zero_stays_zero as zero_stays_zero
+from .accuracy import exact_up_to_rank as exact_up_to_rank
+from .accuracy import contraction as contraction
+from .memory import held_back_comes_out as held_back_comes_out
+from .memory import tracks_the_mean as tracks_the_mean
+from .memory import no_error_where_exact as no_error_where_exact
+from .accuracy import unbiased as unbiased
+from .accuracy import variance as variance
+from .robustness import scale_equivariant as scale_equivariant
+from .robustness import rank_permutation as rank_permutation
+from .robustness import bucket_insensitive as bucket_insensitive
+from .robustness import nonfinite_seen_by_all as nonfinite_seen_by_all
+from .memory import checkpoint_round_trip as checkpoint_round_trip
+from .memory import bounded_memory as bounded_memory
+
+__all__ = [name for name, each in globals().items() if isinstance(each, Property)]
