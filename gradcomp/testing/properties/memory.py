@@ -34,8 +34,7 @@ def _declined(subject: Subject, workload: Workload) -> str:
     text = "error_feedback=False"
     steady = replace(workload, shapes=((8, 9),), buckets=(), spectra=("flat",), noise=1.0)
     with suppress(NonFiniteFailure, RankError, TooSlow):
-        mean, output = _steady(subject, steady)
-        factor = _fitted(mean, output)
+        mean, output, factor = _steady(subject, steady)
         if factor > 0 and (output - factor * mean).norm() <= TRACKED_WITH_MOMENTUM_WITHIN * output.norm():
             text += f" or tracks={factor:.2g} (EF21, momentum, errors that decay)"
     return text + ". Are errors kept by bucket index? DDP rearranges its buckets once" * workload.rearranged
@@ -140,26 +139,25 @@ def tracks_the_mean(subject: Subject, workload: Workload) -> Iterator[float]:
     """
     tracks = subject.claims.tracks
     assert tracks is not None
-    mean, output = _steady(subject, workload)
+    mean, output, factor = _steady(subject, workload)
     if mean.any():
-        factor = min(max(_fitted(mean, output), min(1.0, tracks)), max(1.0, tracks))
+        factor = min(max(factor, min(1.0, tracks)), max(1.0, tracks))
         within = TRACKED_WITHIN if tracks == 1 else TRACKED_WITH_MOMENTUM_WITHIN
         allowed, whose = within * abs(factor) * float(mean.norm()), f"{factor:g} × the mean"
         yield require_close_in_norm("rank 0's last steps", factor * mean, output, allowed, whose) * within
 
 
-def _steady(subject: Subject, workload: Workload) -> tuple[Tensor, Tensor]:
-    """Run steps with the same gradients; return their mean, and rank 0's mean output in the second half."""
+def _steady(subject: Subject, workload: Workload) -> tuple[Tensor, Tensor, float]:
+    """Run steps with the same gradients: their mean, and rank 0's mean output in the second half.
+
+    The third value is the factor c for which ‖output − c · mean‖ is smallest.
+    """
     start, numel = subject.claims.start, workload.numel(*range(len(workload.shapes)))
     num = min(max(SETTLING_STEPS, subject.claims.steps_until_sent(numel)), MOST_STEPS)
     run = subject.finite_run(replace(workload, period=1, steps=start + 2 * num, zero_steps=0))
-    outputs = torch.stack([flat(by_rank[0]) for by_rank in run.outputs[-num:]])
-    return flat(run.workload.mean(0)), outputs.mean(0)
-
-
-def _fitted(mean: Tensor, output: Tensor) -> float:
-    """Return the factor c for which ‖output − c · mean‖ is smallest."""
-    return float(mean @ output / mean.square().sum())
+    mean = flat(run.workload.mean(0))
+    output = torch.stack([flat(by_rank[0]) for by_rank in run.outputs[-num:]]).mean(0)
+    return mean, output, float(mean @ output / mean.square().sum())
 
 
 @property_of(
