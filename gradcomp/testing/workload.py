@@ -227,17 +227,17 @@ class RecordedWorkload(Workload):
         Raises ValueError unless all steps and ranks have the same shapes and one dtype.
         """
         recorded = tuple(tuple(tuple(t.detach().cpu() for t in rank) for rank in step) for step in gradients)
-        tensors = {tuple((tuple(t.shape), t.dtype) for t in rank) for step in recorded for rank in step}
+        shapes = {tuple(tuple(t.shape) for t in rank) for step in recorded for rank in step}
+        dtypes = {t.dtype for step in recorded for rank in step for t in rank}
         sizes = {len(step) for step in recorded}
-        if len(tensors) != 1 or len(sizes) != 1 or len({dtype for _, dtype in min(tensors, key=len)}) != 1:
-            raise ValueError(f"gradients differ between steps or ranks: {sizes} ranks, {tensors}")
-        (each_rank,) = tensors
+        if not len(shapes) == len(dtypes) == len(sizes) == 1:
+            raise ValueError(f"gradients differ between steps or ranks: {sizes} ranks, {shapes}, {dtypes}")
         return cls(
-            shapes=tuple(shape for shape, _ in each_rank),
+            shapes=shapes.pop(),
             buckets=tuple(map(tuple, buckets)),
-            world_size=len(recorded[0]),
+            world_size=sizes.pop(),
             steps=len(recorded),
-            dtype=each_rank[0][1],
+            dtype=dtypes.pop(),
             recorded=recorded,
         )
 

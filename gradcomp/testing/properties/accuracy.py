@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradcomp.testing.claims import FALSE_ALARM, PROBE, Claims, Tolerance, lines, unit_roundoff
-from gradcomp.testing.run import Output, Run
+from gradcomp.testing.claims import FALSE_ALARM, PROBE, Claims, lines, unit_roundoff
+from gradcomp.testing.run import Run
 from gradcomp.testing.workload import Workload, flat
 
 from .subject import PropertyFailure, Subject, property_of, require_close, require_close_in_norm
@@ -50,7 +50,7 @@ def averages(subject: Subject, workload: Workload) -> Iterator[float]:
     Yields error / tolerance; nothing if the hook claims no average of the workload.
     """
     claims, run = subject.claims, subject.finite_run(workload)
-    checked: list[tuple[Output, Tensor, Tolerance]] = []
+    of_rank_0 = []
     for output in run.each_output():
         tolerance = claims.tolerance_in(workload.dtype)
         if tolerance is None:
@@ -59,31 +59,24 @@ def averages(subject: Subject, workload: Workload) -> Iterator[float]:
             tolerance = claims.exact(workload.dtype)
         allowed = tolerance.allowed(workload, output.step, output.index)
         yield require_close(output, output.mean, output.average, allowed, "the float64 mean")
-        checked.append((output, allowed, tolerance))
-    _require_factor_one(checked)
-
-
-def _require_factor_one(checked: Sequence[tuple[Output, Tensor, Tolerance]]) -> None:
-    """Raise PropertyFailure if ⟨output, mean⟩ / ‖mean‖² of rank 0's outputs differs from 1 beyond rounding.
-
-    Allowed are a rounding of every element, as a hook may round towards zero, plus five standard deviations
-    of a sum of independent errors, each as large as allowed. Equal means count once, as their errors may be
-    equal. Tensors may differ by orders of magnitude: each is divided by the largest error allowed in it.
-
-    checked: outputs, the error allowed in each element, and the tolerance.
-    """
-    parts = []
-    for output, allowed, tolerance in checked:
         chosen = (output.mean != 0) & (allowed > 0)
         if output.rank == 0 and chosen.any():
-            unit = float(allowed.max())
+            unit = float(allowed.max())  # as tensors may differ by orders of magnitude
             means = output.mean[chosen] / unit
             errors = output.average[chosen].double() / unit - means
             roundings = tolerance.relative * means.abs() + tolerance.absolute / unit
-            parts.append((means, errors, allowed[chosen] / unit, roundings))
-    if not parts:
-        return
-    means, errors, allowed, roundings = map(torch.cat, zip(*parts, strict=True))
+            of_rank_0.append((means, errors, allowed[chosen] / unit, roundings))
+    if of_rank_0:
+        _require_factor_one(*map(torch.cat, zip(*of_rank_0, strict=True)))
+
+
+def _require_factor_one(means: Tensor, errors: Tensor, allowed: Tensor, roundings: Tensor) -> None:
+    """Raise PropertyFailure if ⟨mean + error, mean⟩ / ‖mean‖² differs from 1 beyond rounding.
+
+    Allowed are a rounding of every element, as a hook may round towards zero, plus five standard deviations
+    of a sum of independent errors, each as large as allowed. Equal means count once, as their errors may be
+    equal.
+    """
     off, square = float(means @ errors), float(means.square().sum())
     repetitions = len(means) / len(means.abs().unique())
     deviation = math.sqrt(float((means * allowed).square().sum()) * repetitions)
