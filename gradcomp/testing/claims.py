@@ -32,9 +32,6 @@ LARGEST_OF_LOSSY_FP16 = 2.0**8
 LARGEST_OF_SUMS = 2.0**120
 
 
-Zeros = Literal["elements", "lines"] | None
-
-
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Return the largest relative error of one rounding to nearest."""
     return torch.finfo(dtype).eps / 2
@@ -123,7 +120,7 @@ class Claims:
     density: float = 1.0
     unbiased: bool = False
     variance: float | None = None
-    keeps_zeros: Zeros = None
+    keeps_zeros: Literal["elements", "lines"] | None = None
     scale_equivariant: bool = False
     rank_symmetric: bool = False
     bucket_insensitive: bool = False
@@ -417,7 +414,7 @@ def lines(zero: Tensor) -> Tensor:
     return (matrix.all(1, keepdim=True) | matrix.all(0)).view(zero.shape)
 
 
-def _kept_zeros(run: Run, start: int) -> Zeros:
+def _kept_zeros(run: Run, start: int) -> Literal["elements"] | None:
     """Infer Claims.keeps_zeros: None for factors, and if zeros come out as large as others, as when rotated.
 
     Factors keep lines up to rounding, which they may claim. What is in between is taken for an error.

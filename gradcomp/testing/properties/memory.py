@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import torch
 from hypothesis import strategies as st
@@ -211,13 +212,11 @@ def bounded_memory(subject: Subject, workload: Workload) -> Iterator[float]:
     settled = claims.start + 1
     num_small = len(workload.shapes) + len(workload.buckets)
     allowed = claims.memory * workload.num_bytes + SMALL_TENSORS * num_small
-    for step, by_rank in enumerate(run.state_bytes):
-        for rank, num_bytes in enumerate(by_rank):
-            before = run.state_bytes[settled][rank] if step > settled else num_bytes
-            expected = f"of at most {allowed:.0f} bytes"
-            if before < num_bytes <= allowed:
-                expected = f"no larger than after step {settled}, {before} bytes"
-            if num_bytes > min(allowed, before):
-                where = f"step {step}, rank {rank}: gradients of {workload.num_bytes} bytes"
-                raise PropertyFailure(f"{where}: expected a state {expected}, got {num_bytes}")
+    for step, rank in product(range(workload.num_steps), range(workload.world_size)):
+        num_bytes, before = (run.state_bytes[each][rank] for each in (step, min(step, settled)))
+        if num_bytes > min(allowed, before):
+            as_before = f"no larger than after step {settled}, {before} bytes"
+            expected = as_before if num_bytes <= allowed else f"of at most {allowed:.0f} bytes"
+            where = f"step {step}, rank {rank}: gradients of {workload.num_bytes} bytes"
+            raise PropertyFailure(f"{where}: expected a state {expected}, got {num_bytes}")
     yield max(run.state_bytes[-1]) / max(1, workload.num_bytes)
