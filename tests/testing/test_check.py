@@ -4,6 +4,7 @@ import io
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from gradcomp.testing import PropertyFailure, Workload, check_hook, claims_of, p
 from tests.depth import everyday
 from tests.testing import compressors
 from tests.testing.averaging import done, first_element_lost, scaled_mean
+from tests.testing.right_hooks import Keyed
 
 PROPERTIES = set(properties.__all__)
 
@@ -266,3 +268,25 @@ def test_a_multiple_of_the_mean_is_named_in_the_advice():
         (failure,) = check_hook(partial(hook, factor=factor), compressors.TopK, **options).failures
         assert (f"or tracks={factor:g} (EF21" in failure.message) == ("tracks=" in failure.message)
         assert ("tracks=" in failure.message) == (factor > 0)
+
+
+class Momentum(Keyed, compressors.TopK):
+    """Momentum as in DGC, cleared where an element is sent."""
+
+    def total(self, gradient, error):
+        self.kept[self.current] = 0.9 * self.kept.get(self.current, 0) + gradient
+        return error + self.kept[self.current]
+
+    def error(self, gradient, total, output, sent):
+        self.kept[self.current] = self.kept[self.current].where(sent == 0, 0)
+        return total - sent
+
+
+def test_a_hook_with_momentum_tracks_the_factor_in_the_advice():
+    options = {"max_examples": 6, "processes": False}
+    (failure,) = check_hook(compressors.hook, Momentum, only=["held_back_comes_out"], **options).failures
+    tracks = float(re.search(r"tracks=([\d.]+)", failure.message)[1])
+    claims = replace(claims_of(compressors.hook, Momentum), tracks=tracks)
+    check_hook(
+        compressors.hook, Momentum, claims=claims, only=["tracks_the_mean"], **options
+    ).raise_if_failed()
