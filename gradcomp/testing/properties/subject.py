@@ -57,7 +57,8 @@ class Subject:
         key = workload, schedule, *options.items()
         run = self._runs.pop(key, None)
         if run is None:
-            num_calls = workload.num_steps * len(workload.buckets) * workload.world_size * workload.groups
+            num_buckets = sum(len(workload.buckets_in(step)) for step in range(workload.num_steps))
+            num_calls = num_buckets * workload.world_size * workload.groups
             pace_s = min((seconds / num for num, seconds in self._timed), default=0.0)
             if pace_s * (num_calls + sum(num for num, _ in self._timed)) > self.limit_s:
                 raise TooSlow(f"too slow: a call of the hook takes {pace_s:.2g} s")
