@@ -56,16 +56,10 @@ def fit_float16(error: torch.Tensor) -> None:
 
 
 def row_blocks(tensor: torch.Tensor) -> torch.Tensor:
-    """View [k, n, m] as [k · blocks, n / blocks, m]: a product of few matrices becomes one of up to BATCH."""
+    """View [k, n, m] as [k, blocks, n / blocks, m]: a product of few matrices becomes one of up to BATCH."""
     k, rows, cols = tensor.shape
     blocks = next((blocks for blocks in (BATCH, BATCH // 2) if k * blocks <= BATCH and rows % blocks == 0), 1)
-    return tensor.view(k * blocks, rows // blocks, cols)
-
-
-def repeated(factors: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return factors [k, r, m], each repeated for all of its matrix's row_blocks: [num_blocks, r, m]."""
-    k, rank, cols = factors.shape
-    return factors[:, None].expand(k, num_blocks // k, rank, cols).reshape(-1, rank, cols)
+    return tensor.view(k, blocks, rows // blocks, cols)
 
 
 @dataclass(frozen=True)
@@ -171,19 +165,21 @@ class MatrixGroup:
     def _multiply(self, buffer: torch.Tensor, chunk: slice, runs: Sequence[Run]) -> None:
         """Compute p = SHRINK · M Q for the matrices of a chunk."""
         for which, blocks in self._blocks(buffer, chunk, runs):
-            direction = repeated(self.direction[which] * SHRINK, len(blocks))
-            torch.bmm(blocks, direction.mT, out=row_blocks(self.p[which]))
+            direction = (self.direction[which] * SHRINK)[:, None]
+            torch.matmul(blocks, direction.mT, out=row_blocks(self.p[which]))
 
     def back_project(self, buffer: torch.Tensor) -> None:
         """Compute qt = pᵀ M."""
         # In reverse: a cache still holds project's last chunk, and will hold the first chunk in reconstruct.
         for chunk, runs in reversed(self._chunks):
             for which, blocks in self._blocks(buffer, chunk, runs):
-                qt = self.qt[which]
-                products = qt if len(blocks) == len(qt) else self._partial[: len(blocks)]
-                torch.bmm(row_blocks(self.p[which]).mT, blocks, out=products)
-                if products is not qt:
-                    torch.sum(products.view(len(qt), -1, *qt.shape[1:]), dim=1, out=qt)
+                qt, num_blocks = self.qt[which], blocks.shape[1]
+                products = qt[:, None]
+                if num_blocks > 1:
+                    products = self._partial[: len(qt) * num_blocks].unflatten(0, (len(qt), num_blocks))
+                torch.matmul(row_blocks(self.p[which]).mT, blocks, out=products)
+                if num_blocks > 1:
+                    torch.sum(products, dim=1, out=qt)
 
     def reconstruct(self, buffer: torch.Tensor) -> None:
         """Compute gradient = P Qᵀ, and error = M − P Qᵀ in place of M, now or later in settle or project."""
@@ -244,8 +240,7 @@ class MatrixGroup:
         """
         p, qt = self.p[which], self.qt[which]
         if p.shape[-1] > MAX_TERMS:
-            blocks = row_blocks(out)
-            torch.bmm(row_blocks(p), repeated(qt, len(blocks)), out=blocks)
+            torch.matmul(row_blocks(p), qt[:, None], out=row_blocks(out))
             return
         # As many rows at once as a cache holds.
         step = max(1, CHUNK_NUMEL * out.shape[1] // out.numel())
