@@ -81,7 +81,28 @@ def quantize(
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
     scales.copy_(scale[:, 0])
     if codes is not None:
-        _encode(values, scale.to(values.dtype), least, largest * (1 + 2.0**-7), codes, bits, top)
+        scale = scale.to(values.dtype)
+        inverse, boost = scale.reciprocal(), None
+        if least < SMALL:
+            inverse.masked_fill_(scale == 0, 0.0)
+            is_small = (scale < SMALL) & (scale > 0)
+            if is_small.any():
+                boost = torch.ones_like(scale).masked_fill_(is_small, BOOST)
+                inverse = torch.where(is_small, (scale * boost).reciprocal_(), inverse)
+        decoded = torch.mul(values, inverse, out=_scratch(values.shape, values.dtype))
+        if boost is not None:
+            decoded *= boost
+        signed = codes.view(torch.int8)
+        if bits == 8:
+            signed.copy_(decoded.round_())
+        else:
+            each = _scratch(values.shape, torch.int8).copy_(decoded.round_())
+            pairs = each.bitwise_and_(15).view(torch.int16)
+            signed.copy_((pairs >> 4).bitwise_or_(pairs))
+        if largest * (1 + 2.0**-7) * LARGEST_CODE[bits] <= top:  # with the scale's rounding
+            values.addcmul_(decoded, scale, value=-1)
+        else:
+            values -= decoded.mul_(scale).clamp_(-top, top)
     if is_bad is not None:
         scales.masked_fill_(is_bad[:, 0], torch.nan)
         if errors is not None:
@@ -94,37 +115,6 @@ def _exact_scales(values: Tensor, bits: int) -> tuple[Tensor, float, float]:
     scale = sizes.div_(LARGEST_CODE[bits]).to(torch.float32)
     least, largest = scale.aminmax()
     return scale, float(least), float(largest)
-
-
-def _encode(
-    values: Tensor, scale: Tensor, least: float, largest: float, codes: Tensor, bits: int, top: float
-) -> None:
-    """Write the codes of finite blocks, and leave values − decoded codes in values.
-
-    scale: [blocks, 1] in the dtype of values.
-    least, largest: bounds of scale.
-    """
-    inverse, boost = scale.reciprocal(), None
-    if least < SMALL:
-        inverse.masked_fill_(scale == 0, 0.0)
-        is_small = (scale < SMALL) & (scale > 0)
-        if is_small.any():
-            boost = torch.ones_like(scale).masked_fill_(is_small, BOOST)
-            inverse = torch.where(is_small, (scale * boost).reciprocal_(), inverse)
-    decoded = torch.mul(values, inverse, out=_scratch(values.shape, values.dtype))
-    if boost is not None:
-        decoded *= boost
-    signed = codes.view(torch.int8)
-    if bits == 8:
-        signed.copy_(decoded.round_())
-    else:
-        each = _scratch(values.shape, torch.int8).copy_(decoded.round_())
-        pairs = each.bitwise_and_(15).view(torch.int16)
-        signed.copy_((pairs >> 4).bitwise_or_(pairs))
-    if largest * LARGEST_CODE[bits] <= top:
-        values.addcmul_(decoded, scale, value=-1)
-    else:
-        values -= decoded.mul_(scale).clamp_(-top, top)
 
 
 def dequantize(
