@@ -110,17 +110,6 @@ class Bucket:
         """
         return bool(self.sent) or any(error is not None for error in self.pending.values())
 
-    def is_unchanged_for(self, parameters: list[torch.Tensor], dtype: torch.dtype, options: Any) -> bool:
-        """Return whether the parameters are these, in this order, and dtype, options and shapes are equal."""
-        if self.dtype != dtype or len(self.parameters) != len(parameters):
-            return False
-        if not all(map(operator.is_, [ref() for ref in self.parameters], parameters)):
-            return False
-        # A real parameter has its gradient's shape. real_shape also handles complex ones, but takes longer.
-        shapes: list[Shape] = [parameter.shape for parameter in parameters]
-        is_same_shape = shapes == self.shapes or list(map(real_shape, parameters)) == self.shapes
-        return is_same_shape and self.options == options
-
     # --- the compressor ---
 
     def stages(
@@ -250,8 +239,16 @@ class ParameterStates:
     def bucket_of(self, bucket: dist.GradBucket, options: Any) -> Bucket:
         """Return what is known of a bucket: as before, if its parameters and options are unchanged."""
         index, parameters, dtype = bucket.index(), bucket.parameters(), bucket.buffer().dtype
+        # A real parameter has its gradient's shape. real_shape also handles complex ones, but takes longer.
+        shapes: list[Shape] = [parameter.shape for parameter in parameters]
         found = self._of_last_step.get(index)
-        if found is None or not found.is_unchanged_for(parameters, dtype, options):
+        if (
+            found is None
+            or (found.dtype, found.options) != (dtype, options)
+            or len(found.parameters) != len(parameters)
+            or not all(map(operator.is_, [ref() for ref in found.parameters], parameters))
+            or (found.shapes != shapes and found.shapes != list(map(real_shape, parameters)))
+        ):
             found = self._changed(index, parameters, dtype, options)
         self._of_step[index] = found
         unit = getattr(bucket, "unit", 1.0)  # which torch's buckets lack
