@@ -160,17 +160,25 @@ class PowerSGDCompressor(Compressor):
         self._tensors = [matrix.tensor for matrix in self.plan.layout.matrices]
         if options.use_error_feedback and not options.square:
             self.sent_exactly = set(range(self._num_tensors)) - set(self._tensors)
-        self._of_wires = []
+        self._all_reduces: list[Callable[[Tensor, dist.ProcessGroup], Works]] = []  # of P's wire, of Q's
+        # The quantized all-reduce averages, the others sum.
+        self._divides = not options.is_quantized
         if options.is_quantized:
-            self._of_wires = [
+            of_wires = [
                 QuantizedAllReduce(layout_for, spec=bucket, **options.codes_options(bucket.dtype))
                 for layout_for in options.wire_layouts(self.plan.wire_numels)
             ]
-            sent_bytes = sum(each.num_bytes for each in self._of_wires)
+            self._all_reduces += [each.reduce for each in of_wires]
+            sent_bytes = sum(each.num_bytes for each in of_wires)
         else:
             # Counted without the kernels' padding of each column to 16 bytes, so that it compares with torch.
             wires = options.wire_bytes(self.plan.layout, bucket.dtype)
-            self._ways, sent_bytes = [_way(each, bucket) for each in wires], sum(wires)
+            sent_bytes = sum(wires)
+            for way in (_way(each, bucket) for each in wires):
+                across = partial(all_reduce, has_delay=way.has_delay)
+                if (per_node := way.ranks_per_node) > 1:
+                    across = partial(reduce_hierarchically, ranks_per_node=per_node, between=across)
+                self._all_reduces.append(across)
         self.sent_numel = -(-sent_bytes // bucket.dtype.itemsize)
 
     @classmethod
@@ -228,28 +236,17 @@ class PowerSGDCompressor(Compressor):
         seed: the seed for the next step's random directions.
         unused: zeros are sent as P of these tensors' matrices. If all ranks do so, their errors stay.
         """
-        plan = self.plan
-        # The quantized all-reduce already divides by the world size.
-        scale = 1.0 if self._of_wires else 1 / group.size()
+        plan, (of_p, of_q) = self.plan, self._all_reduces
+        scale = 1 / group.size() if self._divides else 1.0
         if self._is_square and len(unused) < self._num_tensors:
             unused = ()  # one matrix has all tensors
         left_out = [index for index, tensor in enumerate(self._tensors) if tensor in unused] if unused else []
         plan.project(flat, scale, left_out)
-        yield from self._all_reduce(0, plan.p_wire, group)
+        yield from of_p(plan.p_wire, group)
         plan.back_project(flat, scale)
         if plan.q_wire.numel():
-            yield from self._all_reduce(1, plan.q_wire, group)
+            yield from of_q(plan.q_wire, group)
         plan.reconstruct(flat, seed)
-
-    def _all_reduce(self, index: int, wire: Tensor, group: dist.ProcessGroup) -> Works:
-        """Sum p_wire (index 0) or q_wire (1) over all ranks; int8 factors are averaged."""
-        if self._of_wires:
-            return self._of_wires[index].reduce(wire, wire, group)
-        way = self._ways[index]
-        if way.ranks_per_node == 1:
-            return all_reduce(wire, group, has_delay=way.has_delay)
-        between = partial(all_reduce, has_delay=way.has_delay)
-        return reduce_hierarchically(wire, group, way.ranks_per_node, between)
 
     def state(self) -> State:
         error, directions = self.plan.error(), self.plan.directions()

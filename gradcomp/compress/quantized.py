@@ -122,7 +122,7 @@ class QuantizedCompressor(Compressor):
     ) -> Works:
         """Average blocks quantized, everything else exactly. Zeros are sent for unused tensors."""
         self._sent, self._rest = self._rest, None
-        yield from self._sum.reduce(flat, out, group, unused, self._sent)
+        yield from self._sum.reduce(flat, group, out=out, unused=unused, rest=self._sent)
 
     # --- errors ---
 

@@ -211,19 +211,20 @@ class QuantizedAllReduce:
         return [(source, target) for piece, source, target in _cut(parts, numel) if piece == self._place]
 
     def reduce(
-        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = (),
+        self, flat: Tensor, group: ProcessGroup, *, out: Tensor | None = None, unused: Collection[int] = (),
         rest: Tensor | None = None,
     ) -> Works:  # fmt: skip
         """Write the mean of a buffer over the ranks to out. Yields each collective in progress.
 
         flat: [numel]. It may be changed.
-        out: [numel], flat or another tensor in its dtype.
+        out: [numel], another tensor in its dtype; None for flat itself.
         unused: the positions of tensors that this rank's backward did not use. Zeros are sent for them, and
             their errors stay.
         rest: [numel], values to add to the gradients where other ranks of the node keep errors, or None.
         """
         if not self.num_bytes:
             return
+        out = flat if out is None else out
         parts = [part for part in self.layout.quantized if part.position in unused] if unused else []
         for part in parts:
             flat[part.in_bucket] = 0.0

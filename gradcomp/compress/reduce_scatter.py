@@ -82,7 +82,7 @@ class ReduceScatter:
         return self._make_codes().operations
 
     def reduce(
-        self, flat: Tensor, out: Tensor, group: ProcessGroup, unused: Collection[int] = (),
+        self, flat: Tensor, group: ProcessGroup, *, out: Tensor, unused: Collection[int] = (),
         rest: Tensor | None = None,
     ) -> Works:  # fmt: skip
         """Write the sum over the ranks of this rank's row to out. Yields each collective in progress.

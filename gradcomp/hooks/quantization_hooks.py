@@ -203,7 +203,7 @@ def _average_in_8_bits(
         all_reduce = _all_reduces.take(parameters, hook_name, key)
         if all_reduce is None:
             all_reduce = QuantizedAllReduce(layout_for, spec.dtype, spec, error_feedback=False)
-        yield from all_reduce.reduce(buffer, buffer, group)
+        yield from all_reduce.reduce(buffer, group)
         if parameters:
             _all_reduces.keep(parameters[0], hook_name, key, all_reduce)
 

@@ -203,7 +203,7 @@ class HookOfCodes:
                 layout_for = partial(BlockLayout, SHAPES[index], 16)
                 own = QuantizedAllReduce(layout_for, buffer.dtype, spec, bits=4, error_feedback=True)
                 self._of_buckets[index] = own
-            yield from self._of_buckets[index].reduce(buffer, buffer, dist.group.WORLD)
+            yield from self._of_buckets[index].reduce(buffer, dist.group.WORLD)
 
         operation = Explaining.averaging(index, "HookOfCodes", dist.group.WORLD)
         return pipeline.average_in_stages(bucket, stages(), operation)
