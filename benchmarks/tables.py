@@ -199,6 +199,17 @@ def on_local_steps() -> Iterator[str]:
     yield f"adds {mean(larger.differences, '+')} at 279 k parameters and 1,024 tokens per rank and step"
 
 
+def on_shards() -> Iterator[str]:
+    """Yield lines on the losses of FSDP2's weights and gradients."""
+    rows = read(RESULTS / "accuracy_fsdp.jsonl")
+    small = accuracy.summaries([row for row in rows if row["options"]["width"] == 64])["gpt"]
+    large = accuracy.costs([row for row in rows if row["hook"].endswith(":lr=0.0015")])
+    for each in small[1:]:
+        second = mean([large[each.hook]], "+") if each.hook in large else ""
+        name = each.hook.removeprefix("fsdp2:").replace(":", ", ")
+        yield f"| {name} | {accuracy.mean_and_spread(each.differences, 3, '+')} | {second} |"
+
+
 def at_size() -> str:
     """Format no hook's loss at 20 tokens per parameter, and what hooks add: by size, and by optimizer."""
     rows = read(RESULTS / "accuracy_text.jsonl")
@@ -218,6 +229,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """Yield (page, what it says by the rows)."""
     yield from (*tables(), *on_networks(), *on_devices())
     yield from (("docs/frameworks/local_steps.md", text) for text in on_local_steps())
+    yield from (("docs/fsdp.md", text) for text in on_shards())
     yield "docs/accuracy.md", at_size()
     yield "README.md", "\n".join(readmes_lines())
     none, alone, *_ = LOSSES

@@ -37,13 +37,13 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 "compress_cast",
                 dtype=f"float32->{wire}",
                 max_error=rounding_error(dtype),
-                build=partial(_compressing, numel, dtype, device),
+                build=partial(_casting, numel, dtype, device, compresses=True),
             )
             yield describe(
                 "decompress_cast",
                 dtype=f"{wire}->float32",
                 max_error=0.0,  # every 16-bit value is an fp32 value
-                build=partial(_decompressing, numel, dtype, device),
+                build=partial(_casting, numel, dtype, device, compresses=False),
             )
     small = quick or device.type == "cpu"
     for model in models.MODELS:
@@ -64,28 +64,15 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
                 yield describe(name, build=build)
 
 
-def _compressing(numel: int, dtype: torch.dtype, device: torch.device) -> Setup:
-    buffer = torch.randn(numel, device=device)
-    out = torch.empty(numel, dtype=dtype, device=device)
+def _casting(numel: int, dtype: torch.dtype, device: torch.device, *, compresses: bool) -> Setup:
+    source, out = torch.randn(numel, device=device), torch.empty(numel, dtype=dtype, device=device)
+    scale, torchs = 1 / WORLD_SIZE, lambda: [source.to(dtype).div_(WORLD_SIZE)]
+    if not compresses:
+        source, out = source.to(dtype), torch.empty_like(source)
+        scale, torchs = 1.0, lambda: [out.copy_(source)]
     return Setup(
-        providers={
-            "gradcomp": lambda: [ops.cast(buffer, out=out, scale=1 / WORLD_SIZE)],
-            "torch": lambda: [buffer.to(dtype).div_(WORLD_SIZE)],
-        },
-        reference=lambda: [buffer.double() / WORLD_SIZE],
-        outputs=[out],
-    )
-
-
-def _decompressing(numel: int, dtype: torch.dtype, device: torch.device) -> Setup:
-    compressed = torch.randn(numel, device=device).to(dtype)
-    out = torch.empty(numel, device=device)
-    return Setup(
-        providers={
-            "gradcomp": lambda: [ops.cast(compressed, out=out)],
-            "torch": lambda: [out.copy_(compressed)],
-        },
-        reference=lambda: [compressed.double()],
+        providers={"gradcomp": lambda: [ops.cast(source, out=out, scale=scale)], "torch": torchs},
+        reference=lambda: [source.double() * scale],
         outputs=[out],
     )
 

@@ -23,7 +23,7 @@ from benchmarks.training.tasks import OPTIMIZERS, TASKS, loss_of
 from benchmarks.training.wire import SimulatedWire, Wire
 from gradcomp.comm.consistency import MESSAGE_BYTES
 from gradcomp.testing import run_ranks
-from tests.programs import ROOT, refusal, run_python
+from tests.programs import refusal, run_python
 
 SIZES = {"width": 16, "layers": 1, "heads": 2, "batch": 2, "sequence": 16}
 TINY = Namespace(**SIZES, steps=20, tokens_per_parameter=1, learning_rate=3e-3, optimizer="adamw")
@@ -267,22 +267,6 @@ def test_the_picture_has_a_line_per_hook_over_sizes(tmp_path):
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="two sizes"):
         accuracy.draw(rows[:3], tmp_path / "accuracy.png")
-
-
-def test_the_costs_of_sharded_models_are_of_the_recorded_runs():
-    page = (ROOT / "docs" / "fsdp.md").read_text()
-    rows = read(ROOT / "benchmarks" / "results" / "accuracy_fsdp.jsonl")
-    by_rate = {True: [], False: []}
-    for row in rows:
-        if row["options"]["width"] == 64 or row["hook"].endswith(":lr=0.0015"):
-            by_rate[row["options"]["width"] == 64].append(row)
-    small, large = (accuracy.summaries(by_rate[is_small])["gpt"] for is_small in (True, False))
-    of_large = {each.hook.removesuffix(":lr=0.0015"): each.differences[0] for each in large}
-    for each in small[1:]:
-        weights, gradients = each.hook.removeprefix("fsdp2:").split(":")
-        loss = accuracy.mean_and_spread(each.differences, 3, "+")
-        second = f"{of_large[each.hook]:+.3f}" if each.hook in of_large else ""
-        assert f"| {weights}, {gradients} | {loss} | {second} |" in page
 
 
 @pytest.mark.parametrize(
