@@ -352,6 +352,8 @@ class _WrappersReducer(Reducer):
         """
         with self._lock:
             kept = [param.grad for param in self._params]
+            own = [each for each in kept if each is not None]
+            copies = [each.clone() for each in own]  # own may be in the buckets
             try:
                 for param in self._params:
                     param.grad = None
@@ -362,6 +364,9 @@ class _WrappersReducer(Reducer):
                 self._forget_step()
                 for param, gradient in zip(self._params, kept, strict=True):
                     param.grad = gradient
+                with torch.no_grad():
+                    for gradient, copy in zip(own, copies, strict=True):
+                        gradient.copy_(copy)
 
     def _after_backward(self, is_averaged: bool) -> None:
         ddp = self._ddp()

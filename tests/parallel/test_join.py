@@ -51,11 +51,11 @@ def test_join_does_not_warn(rank):
     assert torch.equal(*of_all_ranks(trained))
 
 
-def join_in_both_ways(cls, rank):
+def join_in_both_ways(cls, rank, as_view):
     """Join twice: divide by the number of ranks left, then by the number of all ranks."""
     torch.manual_seed(0)
     model = MLP()
-    ddp = cls(model)
+    ddp = cls(model, gradient_as_bucket_view=as_view)
     results = []
     for divide_by_all in (False, True):
         with ddp.join(divide_by_initial_world_size=divide_by_all):
@@ -63,6 +63,7 @@ def join_in_both_ways(cls, rank):
                 ddp.zero_grad()
                 loss_of(ddp(batch_of(model, rank, step))).backward()
                 results.append(gradients(model))
+        results.append(gradients(model))  # of a rank that has left its own
     return results
 
 
@@ -108,7 +109,8 @@ def test_join_that_ends_when_one_rank_ends(rank):
 @pytest.mark.ranks(2)
 def test_all_as_torchs(rank):
     assert_alike(rank, without_any)
-    assert_alike(rank, join_in_both_ways)
+    assert_alike(rank, join_in_both_ways, False)
+    assert_alike(rank, join_in_both_ways, True)
 
 
 @pytest.mark.ranks(1)
