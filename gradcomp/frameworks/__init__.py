@@ -135,7 +135,8 @@ class CommHook:
         The scale doesn't tell: a program may set it, or keep it from falling, and one optimizer may skip
         while another steps. An update replaces the scaler's record by a new one, so the old one can be read
         here. It holds for each optimizer how many devices found inf or NaN, the same on every rank. The
-        update has added the other optimizers' numbers to the first one's.
+        update has added the other optimizers' numbers to the first one's; not so update(new_scale), after
+        which a step that several optimizers have skipped is not taken back.
         """
         scaler, overflows, step = self._followed
         if not overflows or overflows is overflows_of(scaler):
