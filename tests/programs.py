@@ -1,11 +1,13 @@
 """Start programs from tests."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +43,13 @@ def run_python(
         timeout=timeout_s,
         check=False,
     )
+
+
+def found_by(*arguments: str, **environment: str) -> Any:
+    """Run a Python program, and return what its last line of output says in JSON."""
+    done = run_python(*arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run_module(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":

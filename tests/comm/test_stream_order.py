@@ -1,19 +1,15 @@
 """Test the order of the work that hooks enqueue on CUDA's streams, on a stub of CUDA in another process."""
 
-import json
-
 import pytest
 
-from tests.programs import needs_stub_cuda, run_python
+from tests.programs import found_by, needs_stub_cuda
 
 pytestmark = needs_stub_cuda
 
 
 @pytest.fixture(scope="module")
 def traced():
-    done = run_python("-m", "tests.comm.traced_hooks")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return found_by("-m", "tests.comm.traced_hooks")
 
 
 def test_no_hook_has_work_out_of_order(traced):

@@ -1,6 +1,5 @@
 """Test the stream that hooks' work runs on, with CUDA stubbed in another process."""
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -8,7 +7,7 @@ from contextlib import suppress
 import torch
 
 from gradcomp.comm.streams import side_stream
-from tests.programs import needs_stub_cuda, run_python
+from tests.programs import found_by, needs_stub_cuda
 
 PROGRAM = """
 import json
@@ -47,9 +46,7 @@ print(json.dumps(found))
 
 @needs_stub_cuda
 def test_work_runs_on_the_side_stream_and_leaves_the_current_one():
-    done = run_python("-c", PROGRAM)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by("-c", PROGRAM)
     assert found["priority"] < 0
     assert found["side"] != found["before"]
     for index in (0, 1):  # index: the current device

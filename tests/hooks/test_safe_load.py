@@ -15,16 +15,9 @@ from gradcomp.comm import exchange
 from gradcomp.hooks import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
 from tests.hooks.powersgd_runs import reload
 
-HOOKS = [
-    default_hooks.allreduce_hook,
-    default_hooks.fp16_compress_hook,
-    default_hooks.bf16_compress_hook,
-    debugging_hooks.noop_hook,
-    powerSGD_hook.powerSGD_hook,
-    powerSGD_hook.batched_powerSGD_hook,
-    quantization_hooks.quantization_pertensor_hook,
-    quantization_hooks.quantization_perchannel_hook,
-]
+HOOKS = [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook]
+HOOKS += [debugging_hooks.noop_hook, powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook]
+HOOKS += [quantization_hooks.quantization_pertensor_hook, quantization_hooks.quantization_perchannel_hook]
 COLLECTIVES = [
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
     "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object",

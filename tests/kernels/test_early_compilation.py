@@ -1,11 +1,10 @@
 """Test that backward compiles nothing after a 16-bit hook's first bucket, with CUDA stubbed elsewhere."""
 
-import json
 import os
 
 import pytest
 
-from tests.programs import needs_stub_cuda, run_python
+from tests.programs import found_by, needs_stub_cuda
 
 pytestmark = pytest.mark.smallest  # the launches are Triton's private ones
 
@@ -50,9 +49,7 @@ print(json.dumps(found))
 @needs_stub_cuda
 def test_kernels_are_compiled_once_and_early():
     # PYTHONPATH: the environment's Triton may be another one than the installed Triton.
-    done = run_python("-c", PROGRAM, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by("-c", PROGRAM, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     hooks = [what for what, _ in found if what.startswith("in hook")]
     assert hooks == ["in hook 0", "in hook 1", "in hook 2"] * 2
     # flatten and unflatten; both casts.

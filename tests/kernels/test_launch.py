@@ -4,7 +4,6 @@ Triton's launchers run on the libcuda of benchmarks.stub_cuda, in another proces
 kernels.
 """
 
-import json
 import os
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from gradcomp.kernels import launch as launch_module
 from gradcomp.kernels.launch import Launch, Slot, Stage
-from tests.programs import needs_stub_cuda, run_python
+from tests.programs import found_by, needs_stub_cuda
 
 CPU = torch.device("cpu")
 
@@ -93,9 +92,7 @@ print(json.dumps(found))
 @needs_stub_cuda
 def test_compiled_launches_are_tritons_own():
     # PYTHONPATH: the environment's Triton may be another one than the installed Triton.
-    done = run_python("-c", PROGRAM, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by("-c", PROGRAM, PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     for start in (0, 4):
         (direct, num_ordinary), (observed, _) = found[f"direct {start}"], found[f"observed {start}"]
         assert len(direct) == 5

@@ -1,8 +1,6 @@
 """With CUDA stubbed, test that a recorder computes on the side stream, and that no step waits for it."""
 
-import json
-
-from tests.programs import needs_stub_cuda, run_python
+from tests.programs import found_by, needs_stub_cuda
 
 PROGRAM = """
 import json
@@ -95,9 +93,7 @@ print(json.dumps(found))
 
 @needs_stub_cuda
 def test_everything_is_on_the_side_stream_and_nothing_waits():
-    done = run_python("-c", PROGRAM)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by("-c", PROGRAM)
     assert found["side"] != found["current"]
     order = ["measure", "event", "average", "event", "measure", "error", "measure", "event"]
     assert found["log"] == [[name, found["side"]] for name in order]
