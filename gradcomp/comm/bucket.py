@@ -59,11 +59,13 @@ class GradBucket:
     buffer: the gradients one after another, 1-D, undivided. The hook's result, with as many elements,
         replaces it. Hooks see complex gradients as real ones, with a last dimension of 2.
     unit: the gradients have been multiplied by it.
+    watched: the tensors that an optimizer changes between two steps: the parameters, or their shards.
     """
 
     def __init__(self, index: int, buffer: torch.Tensor, parameters: Sequence[torch.Tensor], is_last: bool):
         self._index, self._buffer = index, as_real(buffer)
         self._parameters, self._is_last, self.unit = parameters, is_last, 1.0
+        self.watched = parameters
 
     def index(self) -> int:
         """Return the bucket's place in the order of averaging, from 0."""

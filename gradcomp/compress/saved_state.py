@@ -94,7 +94,7 @@ class SavedState(ConfiguredState):
                 optimizer.zero_grad()
         """
         steps, self.compared_in = self._steps, None
-        first, steps.undoable = steps.undoable, None
+        first, steps.is_undoable = steps.first if steps.is_undoable else None, False
         end = steps.num + (steps.num_buckets > 0)
         has_begun = first is not None and (step != end or steps.is_joined)
         if self.keep_undo and step is not None and not has_begun:

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -224,12 +225,13 @@ class CompressorState(SavedState):
         """
         buffer, group = checked_bucket(hook_name, bucket, self.process_group, "state.process_group")
         parameters = bucket.parameters()  # torch makes a list of them in every call
-        if not self._steps.take(parameters):
+        watched = getattr(bucket, "watched", parameters)  # which torch's buckets lack
+        if not self._steps.take(parameters, watched):
             self.end_step()
-            self._steps.take(parameters)
+            self._steps.take(parameters, watched)
         is_first = self._steps.num_buckets == 1
         if is_first:
-            self._steps.undoable = self._steps.first if self.keep_undo else None
+            self._steps.is_undoable = self.keep_undo
             if not self.keep_undo:
                 self._states.lost_undo = self._steps.num
         place, size, rank = self._place, group.size(), group.rank()
@@ -301,7 +303,7 @@ class CompressorState(SavedState):
         else:
             if own.undo is not None and own.undo[0] < step:
                 self._states.lost_undo = max(self._states.lost_undo, own.undo[0])
-            undoable = None if self._steps.undoable is None else step
+            undoable = step if self._steps.is_undoable else None
             running = own.stages(bucket, group, next_seed, undoable)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
@@ -342,7 +344,7 @@ class Steps:
 
     num: the number of steps before the current one.
     first: the first step since gradients or parameters were changed.
-    undoable: the first step that undo_step() takes back; None if it can't take back any.
+    is_undoable: True if undo_step() can take the steps since `first` back.
     is_over: True if backward has ended since the last bucket.
     is_joined: True if a backward has ended in the current step, and another one has gone on with it.
     num_buckets: the number of buckets so far.
@@ -352,9 +354,9 @@ class Steps:
 
     def __init__(self, num: int = 0) -> None:
         self.num = self.first = num
-        self.undoable: int | None = None
+        self.is_undoable = False
         self._backward = -1
-        self._parameters: set[int] = set()  # since `first` began
+        self._taken: dict[int, int] = {}  # parameters since `first` began, and the last step of each
         self._watched: list[weakref.ref[torch.Tensor]] = []  # of the backward's first bucket
         self._left: list[Any] | None = None  # as the last backward has left them; None during a backward
         self.end()
@@ -364,29 +366,31 @@ class Steps:
         self.is_over = self.is_joined = False
         self.num_buckets = self.gradient_bytes = self.sent_bytes = 0
         if self._backward == -1 and self._left is None:  # outside of a backward
-            self._parameters = set()
+            self._taken = {}
 
-    def take(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def take(self, parameters: Sequence[torch.Tensor], watched: Sequence[torch.Tensor]) -> bool:
         """Add a bucket, unless the step has ended before it.
+
+        watched: a change of them, or of their gradients, between two backwards ends the step.
 
         Sets is_over at the end of the backward that brings the bucket.
 
         Returns whether the bucket was added.
         """
-        new, backward = set(map(id, parameters)), current_graph_task_id()
+        new, backward = dict.fromkeys(map(id, parameters), self.num), current_graph_task_id()
         is_changed = self._left is not None and (backward == -1 or self._left != self._versions())
-        if is_changed or not self._parameters.isdisjoint(new):
-            if self.num_buckets:
-                return False
-            self._parameters = set()
-        if not self._parameters:
+        last = max(map(self._taken.get, new, repeat(-1)), default=-1)
+        if self.num_buckets and (is_changed or last == self.num):
+            return False
+        if is_changed or last >= 0 or not self._taken:  # earlier averages can't be taken back any more
+            self._taken = {each: step for each, step in self._taken.items() if step == self.num}
             self.first = self.num
-        self._parameters |= new
+        self._taken |= new
         self.is_joined |= self.is_over
         self.is_over, self._left = False, None
         self.num_buckets += 1
         if backward not in (-1, self._backward):
-            self._backward, self._watched = backward, list(map(weakref.ref, parameters))
+            self._backward, self._watched = backward, list(map(weakref.ref, watched))
             # A callback of a callback comes after DDP's, which writes the averages to the gradients.
             queue_callback(partial(queue_callback, self._end_backward))
         return True
@@ -399,7 +403,7 @@ class Steps:
         """Return numbers that grow with every change of the watched parameters and their gradients."""
         watched = [ref() for ref in self._watched]
         watched += [None if each is None else each.grad for each in watched]
-        return [each is not None and (each.is_inference() or each._version) for each in watched]
+        return [None if each is None else each.is_inference() or each._version for each in watched]
 
 
 class GradientSizes:

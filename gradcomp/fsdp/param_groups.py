@@ -99,6 +99,11 @@ class ParamGroup:
         return [f"{names[id(place.module)]}.{place.param_name}".lstrip(".") for place in places]
 
     @property
+    def shards(self) -> list[torch.Tensor]:
+        """The sharded parameters, which optimizers change."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    @property
     def averages_now(self) -> bool:
         """False after set_requires_all_reduce(False)."""
         return bool(self._group.all_reduce_grads)

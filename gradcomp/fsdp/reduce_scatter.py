@@ -62,6 +62,7 @@ class CompressedReduceScatter(Collective):
         parameters = self._param_group.reduced(output_tensor, whole=True)
         bucket = ShardBucket(self._index, input_tensor, parameters, output_tensor)
         bucket.unit, _ = self._param_group.units(output_tensor.dtype)
+        bucket.watched = self._param_group.shards
         self._sums.average(bucket, self._param_group.replicate_group)
 
 

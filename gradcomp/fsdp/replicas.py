@@ -58,6 +58,7 @@ class AllReduceHook:
             return
         bucket = GradBucket(self._index, output, parameters, is_last=False)
         _, bucket.unit = group.units(output.dtype)
+        bucket.watched = group.shards
         self._replicas.average(bucket, group.shard_group)
         if group.divide_factor is not None:
             # The factor divides the sum over all ranks, replicas included.

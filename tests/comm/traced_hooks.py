@@ -83,7 +83,7 @@ def as_fsdp(hook: Callable[..., Any] | None, state: Any) -> None:
             "averages_now": True,
             "divide_factor": None,
         }
-        group = SimpleNamespace(reduced=lambda output, parameters=parameters: parameters, **fields)
+        group = SimpleNamespace(reduced=lambda output, own=parameters: own, shards=parameters, **fields)
         groups.append((AllReduceHook(index, group, replicas), sum(each.numel() for each in parameters)))
     for _ in range(NUM_STEPS):
         TRACE.works.clear()
@@ -111,10 +111,11 @@ def as_fsdp_shards(_: object, state: Any) -> None:
             "name": f"layer {index}",
             "reduce_scatter_group": group,
             "replicate_group": None,
+            "shards": parameters,
         }
-        of_layer = SimpleNamespace(reduced=lambda output, whole, parameters=parameters: parameters, **fields)
+        layer = SimpleNamespace(reduced=lambda output, whole, own=parameters: own, **fields)
         numel = sum(each.numel() for each in parameters)
-        layers.append((CompressedReduceScatter(index, of_layer, sums), numel))
+        layers.append((CompressedReduceScatter(index, layer, sums), numel))
     for _ in range(NUM_STEPS):
         TRACE.works.clear()
         last, gradients = (torch.zeros(1), scattering.record_event()), []

@@ -127,17 +127,17 @@ def test_only_shards_cross_between_replicas(run_ranks):
 
 def test_a_reduced_tensor_is_not_freed_before_it_is_averaged(monkeypatch):
     """The tensor belongs to the reduce-scatter's stream, but the hook uses it on the all-reduce stream."""
-    log = []
     monkeypatch.setattr(replicas, "has_streams", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the all-reduce stream")
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append((tensor, stream)))
-    output, parameter = torch.ones(3), torch.empty(3, device="meta")
+    log, output, parameter = [], torch.ones(3), torch.empty(3, device="meta")
     group = SimpleNamespace(
         reduced=lambda output: [parameter],
         units=lambda dtype: (1.0, 1.0),
         shard_group=object(),
         averages_now=True,
         divide_factor=None,
+        shards=[parameter],
     )
     averaging = SimpleNamespace(average=lambda bucket, shard_group: log.append("averaged"))
     AllReduceHook(0, group, averaging)(output)

@@ -57,6 +57,16 @@ def test_compiling_clipping_and_export_of_all_weights(run_ranks):
     assert torch.allclose(plain, in_shards, atol=1e-6)
 
 
+def undoable(model, grid):
+    """Compress between shards, and between replicas. Returns the states, whose steps can be taken back."""
+    states = [QuantizationState(None, bits=4, block_size=16) for _ in range(2)]
+    compress_reduce_scatter(model, states[0])
+    compress_replicas(model, grid.replicas, states[1])
+    for state in states:
+        state.keep_undo = True
+    return states
+
+
 def abort(rank, aborts, undoes):
     """Take steps, with a backward that fails in between. Returns the last gradients, errors and counts."""
     grid, fails = new_grid(), []
@@ -64,17 +74,13 @@ def abort(rank, aborts, undoes):
     model = Net()
     fully_shard(model.head, mesh=grid.shards)  # torch keeps what it has not reduced, such as the root's
     sharded(grid.shards, model)
-    states = [QuantizationState(None, bits=4, block_size=16) for _ in range(2)]
-    compress_reduce_scatter(model, states[0])
-    compress_replicas(model, grid.replicas, states[1])
+    states = undoable(model, grid)
 
     def fail(gradient):
         if fails:
             raise OSError(fails.pop())
 
     model.layers[0].register_forward_hook(lambda module, given, out: out.register_hook(fail) and None)
-    for state in states:
-        state.keep_undo = True
     for number in range(6):
         before = [state.iter for state in states]
         if aborts and number == 4:
@@ -101,6 +107,35 @@ def test_undo_step_takes_back_a_backward_that_fails(run_ranks):
             names = one if isinstance(one, dict) else range(len(one))
             assert all(torch.equal(one[name], other[name]) for name in names)
         assert not all(map(torch.equal, whole[0], left[0]))
+
+
+class Parts(nn.Sequential):
+    def forward(self, x, indices):
+        return nn.Sequential(*(self[index] for index in indices))(x)
+
+
+def parts_in_turn(rank, updates):
+    """Train other parts in each step, and take the last one back. Returns counts and errors before each."""
+    grid, model, found = new_grid(), Parts(nn.Linear(16, 16), nn.Linear(16, 16)), []
+    for module in (*model, model):
+        fully_shard(module, mesh=grid.shards)
+    states, optimizer = undoable(model, grid), torch.optim.SGD(model.parameters(), 0.1)
+    for indices in ((0, 1), (0,), (0, 1), (1,), (0,) if updates else (0, 1)):
+        if updates and found:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([(state.iter, by_parameter(state)) for state in states])
+        model(torch.full((4, 16), rank + 1.0), indices).square().mean().backward()
+    for state in states:
+        state.undo_step()
+    return [*found, [(state.iter, by_parameter(state)) for state in states]]
+
+
+def test_a_backward_is_a_step_whatever_parts_it_uses(run_ranks):
+    for found in run_ranks(run_cases, RANKS, parts_in_turn, [(False,), (True,)])[0]:
+        assert [[count for count, _ in each] for each in found] == [[n] * 2 for n in (0, 1, 2, 3, 4, 4)]
+        for (_, before), (_, after) in zip(*found[-2:], strict=True):
+            assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def overflow(rank):
