@@ -74,6 +74,11 @@ class SimulatedWork(dist.Work):
     def __post_init__(self) -> None:
         super().__init__()
 
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that the rank hands to the collective: a tensor for several ranks counts once."""
+        return sum({id(each): each.nbytes for tensors in self.sends.values() for each in tensors}.values())
+
     def wait(self, timeout: Any = None) -> bool:
         """Wait until every rank has issued the collective and the output tensors are filled."""
         self.simulation.pause(self.is_completed, f"{self.call}, {self.place}")

@@ -180,8 +180,7 @@ class Simulation:
         members = self._open.setdefault(key, {})
         members[group.rank()] = work
         group.num_issued += 1
-        sent = {id(tensor): tensor.nbytes for tensors in work.sends.values() for tensor in tensors}
-        group.sent_bytes += sum(sent.values())  # a tensor for several ranks counts once
+        group.sent_bytes += work.sent_bytes
         if any(each.call != call for each in members.values()):
             self._mismatch(f"ranks disagree on {place}", members)
         elif len(members) == group.size():

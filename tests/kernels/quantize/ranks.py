@@ -9,23 +9,22 @@ from unittest import mock
 import torch
 
 from gradcomp import ops
-from gradcomp.compress import quantized_all_reduce
+from gradcomp.compress.quantized_all_reduce import Codes, zeros_of
 from gradcomp.kernels.launch import Stage
 from gradcomp.layout import BlockLayout
 
 
-class Rank(quantized_all_reduce.Codes):
+class Rank(Codes):
     """A simulated rank's codes in an all-reduce, or in a reduce-scatter."""
 
     def __init__(self, *arguments, bits, error_feedback=True, uncompressed_dtype=None, **options):
-        error = quantized_all_reduce.zeros_of(*arguments, arguments[0].world_size) if error_feedback else None
+        error = zeros_of(*arguments, arguments[0].world_size) if error_feedback else None
         coding = {"bits": bits, "uncompressed_dtype": uncompressed_dtype}
         super().__init__(*arguments, error, **coding, **options)
         self._decode = ops.decoder(*arguments, **coding)
 
-    def encode(self, flat: torch.Tensor, rank: int, stays: Any = ()) -> None:
-        with mock.patch.multiple(quantized_all_reduce, all_gather=mock.Mock(), all_to_all=mock.Mock()):
-            next(self.exchange(flat, mock.Mock(rank=lambda: rank), stays))
+    def average(self, rank: int) -> None:
+        self.add(self.mean, rank)
 
     def decode(self, flat: torch.Tensor) -> None:
         self._decode(payload=self.payload, buffer=flat)
@@ -80,7 +79,7 @@ def all_reduce(plans: Sequence[Any], grads: Sequence[torch.Tensor]) -> list[torc
         plan.encode(outputs[rank], rank)
     all_to_all(plans)
     for rank, plan in enumerate(plans):
-        plan.add(plan.mean, rank)
+        plan.average(rank)
     all_gather(plans)
     for rank, plan in enumerate(plans):
         plan.decode(outputs[rank])

@@ -77,7 +77,7 @@ def check_averaged(plans, plain, dtype, bits):
     layout = plans[0].layout
     for rank, (plan, other) in enumerate(zip(plans, plain, strict=True)):
         for each in (plan, other):
-            each.add(each.mean, rank)
+            each.average(rank)
         assert_same_codes(plan.mean, other.mean, layout, dtype, bits)
         if other.error is not None:
             assert_same(plan.error, other.error)
