@@ -30,7 +30,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -215,7 +214,11 @@ class _Exchange(dist.Work):
         if exchanges.round_trip_s is not None:
             exponent = channel_for(max(row.nbytes for each in (received, sent) for row in each), size)
         if exponent is not None:  # before anything is posted: it may fail
-            messages = list(map(cache(self._pack), messages))
+            packed = {id(row): row for row in messages}  # once, if it goes to several ranks
+            for key, row in packed.items():
+                heading = torch.tensor([self._number, kind, row.nbytes], dtype=torch.int64, device=_CPU)
+                packed[key] = torch.cat([each.view(-1).view(torch.uint8) for each in (heading, row)])
+            messages = [packed[id(row)] for row in messages]
         exchanges.num_begun = self._number
         if exponent is not None:
             channel = exchanges.channels.setdefault(exponent, _Channel(exponent))
@@ -239,10 +242,6 @@ class _Exchange(dist.Work):
         """Tell a message without a channel by its heading: gloo takes one that is too short for whole."""
         heading = [self._number, self._kind, row.nbytes]
         return _FIRST_TAG + zlib.crc32(repr(heading).encode()) % _NUM_TAGS
-
-    def _pack(self, row: torch.Tensor) -> torch.Tensor:
-        heading = torch.tensor([self._number, self._kind, row.nbytes], dtype=torch.int64, device=_CPU)
-        return torch.cat([each.view(-1).view(torch.uint8) for each in (heading, row)])
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for all. Raises RuntimeError if a rank has ended, is late, or is at another exchange."""
