@@ -72,7 +72,7 @@ def test_every_test_on_the_device_is_in_a_part():
 
 
 def test_whatever_fails_the_next_part_runs_and_rows_tell(tmp_path, monkeypatch, capsys):
-    note = "import json; open(outcomes, 'a').write(json.dumps({}) + '\\n'); print('said it')\n"
+    note = "import json; open(outcomes, 'a').write(json.dumps({}) + '\\n'); print('said it\\n', end='')\n"
     broken = note.format({"name": "a", "outcome": "failed", "error": "it broke"}) + "sys.exit(3)"
     crashed = note.format({"name": "b", "outcome": "left"})
     parts = [
