@@ -185,7 +185,7 @@ class Drawn:
         return Workload(shapes, world_size=self.world_sizes[world % len(self.world_sizes)], **fields)
 
     def _compressed_shapes(self) -> list[Shape]:
-        """List compressed matrices: all with sides in DIMS, or a larger one; and those of `odd`."""
+        """List the compressed matrices with sides in DIMS (a larger one if there is none), then odd ones."""
         small = [shape for shape in product(DIMS, DIMS) if not self.claims.is_exact(shape)]
         large = [(side, side) for side in LARGER_DIMS if not self.claims.is_exact((side, side))]
         return [*(small or large[:1] or [(1, 1)]), *(shape for each in self.odd() for shape in each.shapes)]
