@@ -243,8 +243,7 @@ class RecordedWorkload(Workload):
 
     __eq__, __hash__ = object.__eq__, object.__hash__
 
-    @lru_cache(maxsize=64)  # noqa: B019
-    def _draw(self, step: int, rank: int, index: int) -> Tensor:
+    def _draw(self, step: int, rank: int, index: int) -> Tensor:  # type: ignore[override]  # not cached
         return self.recorded[step][rank][index].detach().double()
 
 
@@ -267,7 +266,7 @@ def _mask(shape: Shape, fraction: float, seed: int) -> Tensor:
     return chosen.view(shape)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _normal(shape: Shape, seed: int, step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed((seed * 65_537 + step) * 257 + rank)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
