@@ -42,6 +42,7 @@ class Failure:
     property: str
     counterexample: Workload
     message: str
+    advice: str = ""  # the claim with which the property wouldn't apply to the hook
 
     def __str__(self) -> str:
         lines = [line for line in self.message.splitlines() if line.strip()]
@@ -92,7 +93,9 @@ class Report:
         width = max(map(len, self.verdicts), default=0)
         rows = [f"{name:<{width}}  {verdict}" for name, verdict in self.verdicts.items()]
         head = f"{self.hook}\n{'property':<{width}}  {'verdict':<12}{'examples':>8}  measured"
-        return "\n".join([head, *rows, *(f"\n{failure}" for failure in self.failures)])
+        claimed = ", ".join(each.advice.partition(" ")[0] for each in self.failures if each.advice)
+        last = [f"\nIf all is intended: claims=dataclasses.replace(claims_of(hook, make_state), {claimed})"]
+        return "\n".join([head, *rows, *(f"\n{failure}" for failure in self.failures), *last * bool(claimed)])
 
 
 def check_hook(
@@ -178,9 +181,7 @@ def _report(
             found = Verdict("not checked", note="a property before it fails")
         elif reason := each.reason(subject):
             found = Verdict("not claimed", note=reason)
-        elif in_processes and not processes:
-            found = Verdict("not checked", note="switched off")
-        elif in_processes and (reason := subject.why_not_in_processes()):
+        elif in_processes and (reason := subject.why_not_in_processes() if processes else "switched off"):
             found = Verdict("not checked", note=reason)
         else:
             _show(f"{subject.name}: {position} of {len(searched)}, {each.name}")
@@ -234,10 +235,11 @@ def _search(
         message = failures[0].message
         if subject.make_state is None and "ProcessGroup' object has no attribute" in message:
             message += "\nIs the hook's state missing? Without make_state it is the process group."
-        message += searched.advice(subject, failures[0].counterexample)
+        if advice := searched.advice(subject, failures[0].counterexample):
+            message += f"\nIf that is intended, claim {advice}"
         if lines := printed.getvalue().splitlines()[-MOST_PRINTED:]:
             message = "\n".join([message, "The hook printed, at the end:", *lines])
-        return replace(failures[0], message=message)
+        return replace(failures[0], message=message, advice=advice)
     if too_slow:
         return Verdict("not checked", None, len(measured), too_slow)
     if found:

@@ -1,4 +1,4 @@
-"""Right hooks of eighteen kinds. `hook` of tests.testing.compressors runs all but PowerSGD's."""
+"""Right hooks of nineteen kinds. `hook` of tests.testing.compressors runs all but PowerSGD's."""
 
 from functools import partial
 
@@ -111,6 +111,17 @@ class ScaledSign(Compressor):
         return self.mean(sent.clone()), sent
 
 
+class OneBit(Keyed, ScaledSign):
+    """Momentum, which goes on from the output: an error takes twenty times as many steps to come out."""
+
+    def total(self, gradient, error):
+        return 0.05 * gradient + 0.95 * self.kept.get(self.current, 0) + error
+
+    def error(self, gradient, total, output, sent):
+        self.kept[self.current] = self.sound(output)
+        return total - sent
+
+
 class RoundRobin(Keyed):
     """Every fourth element is sent, beginning one element later in each step."""
 
@@ -210,6 +221,7 @@ RIGHT = {
     "two-way int8": (hook, TwoWayInt8, {}),
     "importance sampling": (hook, ImportanceSampling, {}),
     "scaled sign": (hook, ScaledSign, {}),
+    "one bit": (hook, OneBit, {}),
     "round robin": (hook, RoundRobin, {}),
     "natural compression": (hook, Natural, {}),
     "majority sign": (hook, MajoritySign, {}),

@@ -276,7 +276,7 @@ def test_the_factor_that_a_hook_tracks_is_named_in_the_advice():
     for factor, state in ((2.0, compressors.TopK), (-1.0, compressors.TopK), (1.0, Momentum)):
         scaled, few = partial(hook, factor=factor), {"max_examples": 6}
         (failure,) = check_hook(scaled, state, only=["held_back_comes_out"], **few).failures
-        for tracks in re.findall(r"or tracks=([\d.]+)", failure.message):
+        for tracks in re.findall(r"claim tracks=([\d.]+)", failure.message):
             claims = replace(claims_of(scaled, state), tracks=float(tracks))
             check_hook(scaled, state, claims=claims, only=["tracks_the_mean"], **few).raise_if_failed()
         assert ("tracks=" in failure.message) == (factor > 0)

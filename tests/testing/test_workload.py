@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -28,14 +29,12 @@ def test_the_repr_is_the_recipe():
 
 def test_gradients_are_fresh_copies_of_the_same_numbers():
     workload = Workload(SHAPES, noise=1.0)
-    first = workload.gradients(0, 1)
-    expected = [gradient.clone() for gradient in first]
-    for gradient in first:
+    one, other = workload.gradients(0, 1), workload.gradients(0, 1)
+    for gradient, same, shape in zip(one, other, SHAPES, strict=True):
+        assert (gradient.shape, gradient.dtype) == (shape, torch.float32)
+        assert torch.equal(gradient, same)
         gradient.zero_()
-    for gradient, shape, value in zip(workload.gradients(0, 1), SHAPES, expected, strict=True):
-        assert gradient.shape == shape
-        assert gradient.dtype == torch.float32
-        assert torch.equal(gradient, value)
+        assert not torch.equal(gradient, same)
 
 
 @pytest.mark.parametrize("spectrum", ["flat", "low_rank", "power_law", "clustered", "zero"])
@@ -62,8 +61,7 @@ def test_a_mean_of_noisy_low_rank_gradients_has_low_rank():
         values = torch.linalg.svdvals(workload.mean(step)[0])
         assert values[1] > 0.01 * values[0]
         assert values[2] < 1e-12 * values[0]
-    ranks = [workload.gradients(0, rank)[0] for rank in range(3)]
-    assert not torch.equal(ranks[0], ranks[1])
+    assert not torch.equal(*(workload.gradients(0, rank)[0] for rank in range(2)))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 10.0])
@@ -94,14 +92,9 @@ def test_sparse_rows_are_the_same_on_every_rank():
 
 def test_masked_elements_are_zero_in_every_step():
     workload = Workload(((20, 30), (9,)), world_size=3, steps=4, noise=1.0, drift=1.0, masked=0.5)
-    zeros = [
-        [gradient == 0 for gradient in workload.gradients(step, rank)]
-        for step in range(4)
-        for rank in range(3)
-    ]
+    zeros = [[each == 0 for each in workload.gradients(*place)] for place in product(range(4), range(3))]
     for matrix, vector in zeros:
-        assert torch.equal(matrix, zeros[0][0])
-        assert torch.equal(vector, zeros[0][1])
+        assert all(map(torch.equal, (matrix, vector), zeros[0]))
         assert vector.sum() == 5
         assert (int(matrix.all(1).sum()), int(matrix.all(0).sum())) == (5, 7)
         assert 0.5 < matrix.float().mean() < 0.75
@@ -130,9 +123,8 @@ def test_recorded_gradients():
     swapped = replace(workload, order=(1, 0), log2_factor=1)
     assert torch.equal(swapped.gradients(0, 0)[0], torch.full((2, 3), 4.0))
     # Two recordings with equal shapes are different workloads.
-    assert workload != RecordedWorkload.of(
-        [[[torch.zeros(2, 3), torch.zeros(4)]] * 2] * 3, buckets=[[1], [0]]
-    )
+    zeros = [[[torch.zeros(2, 3), torch.zeros(4)]] * 2] * 3
+    assert workload != RecordedWorkload.of(zeros, buckets=[[1], [0]])
     recorded[1][1][0] = torch.ones(3, 2)
     with pytest.raises(ValueError, match="differ between steps or ranks"):
         RecordedWorkload.of(recorded)

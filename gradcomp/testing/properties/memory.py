@@ -31,15 +31,15 @@ SMALL_TENSORS = 4096
 
 
 def _declined(subject: Subject, workload: Workload) -> str:
-    """Return how to decline error_feedback: also by tracks, if the hook tracks a multiple of the mean."""
-    text = "error_feedback=False"
+    """Return how to decline error_feedback: by tracks, if the hook tracks a multiple of the mean."""
+    hint = " (are errors kept by bucket index? DDP rearranges its buckets once)" * workload.rearranged
     alone = replace(workload, shapes=((8, 9),), buckets=(), spectra=("flat",), noise=1.0)
     with suppress(NonFiniteFailure, RankError, TooSlow):
         found = [_steady(subject, each) for each in (alone, replace(alone, shapes=((7,),)))]
         mean, output, factor = max(found, key=lambda each: abs(each[2] - 1))
         if factor > 0 and (output - factor * mean).norm() <= TRACKED_WITH_MOMENTUM_WITHIN * output.norm():
-            text += f" or tracks={factor:.2g} (EF21, momentum, errors that decay)"
-    return text + ". Are errors kept by bucket index? DDP rearranges its buckets once" * workload.rearranged
+            return f"tracks={factor:.2g} (EF21, momentum, errors that decay){hint}"
+    return f"error_feedback=False{hint}"
 
 
 # The most steps in which an element is expected to come out, and those that are added for errors to settle.
@@ -105,7 +105,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
         before, after = norms[-1 - workload.zero_steps], norms[-1]
         if claims.is_lossy and claims.contraction is None:
             largest = max(*norms[: -workload.zero_steps], *bucket.means.norm(dim=1).tolist())
-            allowed = largest / 2 + rounding  # however long it rises before
+            allowed = (1 - STUCK) * largest + rounding  # however long it rises before
         else:
             delta = max(claims.contraction or 0.0, 1 / max(1, numel))
             allowed = math.sqrt(1 - delta) ** workload.zero_steps * before + rounding
@@ -192,8 +192,7 @@ def checkpoint_round_trip(subject: Subject, workload: Workload) -> None:
     claims, run = subject.claims, subject.run(workload)
     half = (claims.start + workload.num_steps) // 2
     try:
-        is_safe = claims.checkpoint == "safe"
-        resumed = subject.run(workload, checkpoint_at=half, safe_checkpoint=is_safe)
+        resumed = subject.run(workload, checkpoint_at=half, safe_checkpoint=claims.checkpoint == "safe")
     except RankError as error:
         raise PropertyFailure(f"saved and loaded before step {half}: {str(error).splitlines()[0]}") from error
     require_same_outputs(run, resumed, f"without the checkpoint before step {half}")

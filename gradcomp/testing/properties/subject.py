@@ -105,7 +105,7 @@ class Property:
     unclaimed(claims): another reason why the property doesn't apply to a hook; "" if there is none.
     workloads(drawn), listed(drawn): the strategy that draws workloads, if any, and further workloads to try.
     fraction: the fraction of max_examples to draw; less than 1 for expensive properties.
-    declined: how a hook declines the claim, as text or declined(subject, workload).
+    declined: the claim that declines it, "name=value (what it means)", or declined(subject, workload).
     measure, worst(values): the name of the measured value, and the worst one.
     explains: the exceptions that other properties raise if this one fails.
     """
@@ -136,12 +136,11 @@ class Property:
         return self.unclaimed(subject.claims) if self.unclaimed else ""
 
     def advice(self, subject: Subject, workload: Workload) -> str:
-        """Return a line on the claim that a right hook would have to change; "" if there is none."""
+        """Return the claim that a right hook would have to make; "" if there is none."""
         if not self.claim:
             return ""
         text = self.declined or f"{self.claim}={getattr(Claims(), self.claim)}"
-        text = text if isinstance(text, str) else text(subject, workload)
-        return f"\nIf that is intended, claim {text}: dataclasses.replace(claims_of(hook, make_state), ...)"
+        return text if isinstance(text, str) else text(subject, workload)
 
     def __call__(
         self,
