@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 ALIGNMENT_BYTES = 16  # each section of a payload starts at a multiple
 SCALE_BYTES = 2
@@ -35,6 +36,11 @@ class FlatLayout:
         self.numels = tuple(math.prod(shape) for shape in self.shapes)
         *offsets, self.numel = accumulate(self.numels, initial=0)
         self.offsets = tuple(offsets)
+
+    def parts(self, flat: Any) -> list[Any]:
+        """Return the tensors as views of a flat buffer."""
+        start, described = flat.storage_offset(), zip(self.shapes, self.strides, self.offsets, strict=True)
+        return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in described]
 
 
 class ShardLayout:

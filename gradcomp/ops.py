@@ -105,7 +105,7 @@ def flatten(
         ordered = _in_order(tensors, layout)
         flatten_kernel.copy(ordered, _tables_of(layout, out.device), out, scale=scale)
     else:
-        cpu.copy(tensors, out=parts or _parts(out, layout), scale=scale)
+        cpu.copy(tensors, out=parts or layout.parts(out), scale=scale)
     return out
 
 
@@ -133,7 +133,7 @@ def unflatten(
             if source is not tensor:
                 tensor.copy_(source)
     else:
-        cpu.copy(parts or _parts(flat, layout), out=out, scale=scale)
+        cpu.copy(parts or layout.parts(flat), out=out, scale=scale)
     return out
 
 
@@ -178,13 +178,6 @@ def _in_order(tensors: Sequence[torch.Tensor], layout: FlatLayout) -> Sequence[t
             tensor = other.copy_(tensor)
         ordered.append(tensor)
     return ordered
-
-
-def _parts(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
-    """Return the tensors of a layout as views of a flat buffer."""
-    start = flat.storage_offset()
-    described = zip(layout.shapes, layout.strides, layout.offsets, strict=True)
-    return [flat.as_strided(shape, strides, start + offset) for shape, strides, offset in described]
 
 
 def _tables_of(layout: FlatLayout, device: torch.device) -> flatten_kernel.FlattenTables:

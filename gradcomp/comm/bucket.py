@@ -1,6 +1,5 @@
 """Buckets as communication hooks see them, what hooks keep of them, and the checks of buckets and hooks."""
 
-import math
 from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradcomp.device import has_streams, require_no_capture
+from gradcomp.layout import FlatLayout
 
 from ..rules import described
 from .process_group import ExplainedError, known_groups, resolve_group
@@ -31,6 +31,16 @@ def as_real(buffer: torch.Tensor) -> torch.Tensor:
 def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of a parameter's gradient in hooks: with a last dimension of 2 if it is complex."""
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
+
+
+def memory_layout(parameters: Iterable[torch.Tensor], *, as_real: bool = True) -> FlatLayout:
+    """Return the layout of a bucket: each gradient in its parameter's memory order, as in torch's DDP.
+
+    as_real: whether complex ones have the real_shape.
+    """
+    like = [torch.empty_like(each, device="meta") for each in parameters]
+    like = [torch.view_as_real(each) if as_real and each.is_complex() else each for each in like]
+    return FlatLayout([each.shape for each in like], [each.stride() for each in like])
 
 
 def named_tensors(call: str, params: Any, *, needs_names: bool = False) -> list[tuple[str, torch.Tensor]]:
@@ -56,7 +66,7 @@ def named_tensors(call: str, params: Any, *, needs_names: bool = False) -> list[
 class GradBucket:
     """A bucket as communication hooks see it, with the methods of ``torch.distributed.GradBucket``.
 
-    buffer: the gradients one after another, 1-D, undivided. The hook's result, with as many elements,
+    buffer: the gradients in memory_layout, 1-D, undivided. The hook's result, with as many elements,
         replaces it. Hooks see complex gradients as real ones, with a last dimension of 2.
     unit: the gradients have been multiplied by it.
     watched: the tensors that an optimizer changes between two steps: the parameters, or their shards.
@@ -81,9 +91,7 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the parts of the current buffer in the parameters' shapes."""
-        shapes = list(map(real_shape, self._parameters))
-        parts = self._buffer.split(list(map(math.prod, shapes)))
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        return memory_layout(self._parameters).parts(self._buffer)
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of their gradients in the buffer."""

@@ -13,7 +13,6 @@ So an error follows its parameter to any bucket, run or copy of a state. What a 
 bucket has the keys of all the bucket's parameters, in their order, as its key, a tuple.
 """
 
-import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,14 +24,15 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.device import has_streams
+from gradcomp.layout import FlatLayout
 
-from ..comm.bucket import ShardBucket, real_shape
+from ..comm.bucket import ShardBucket, memory_layout, real_shape
 from ..comm.exchange import Works
 from ..comm.process_group import Explaining
 from ..comm.streams import side_stream
 from .agreement import Place
 from .compressor import BucketSpec, Compressor, State
-from .parameter_keys import ParameterKeys, Shape, draw_of
+from .parameter_keys import ParameterKeys, draw_of
 
 _OF_AVERAGE = "average_("  # begins the names that average_ gives tensors with keys
 # What is kept of one parameter, by name. "error" has the parameter's shape.
@@ -47,7 +47,7 @@ class Bucket:
     index: the bucket's index.
     dtype: the buffer's.
     options: the compressor's.
-    shapes, keys, parameters: one per parameter.
+    layout, keys, parameters: of each parameter.
     compressor: None before the first compressed step.
     device: the compressor's.
     made_for: what the state has made it for; empty without one.
@@ -64,7 +64,7 @@ class Bucket:
     index: int
     dtype: torch.dtype
     options: Any
-    shapes: list[Shape]
+    layout: FlatLayout
     keys: list[str]
     parameters: list[weakref.ref[torch.Tensor]]
     compressor: Compressor | None = None
@@ -85,7 +85,7 @@ class Bucket:
     def spec(self, bucket: dist.GradBucket, place: Place, seed: int = 0) -> BucketSpec:
         """Return what a compressor of the bucket is made for."""
         return BucketSpec(
-            tuple(self.shapes),
+            self.layout.shapes,
             self.dtype,
             bucket.buffer().device,
             seed=seed,
@@ -96,11 +96,6 @@ class Bucket:
             place=place.place,
             has_delay=place.has_delay,
         )
-
-    @property
-    def numels(self) -> list[int]:
-        """The number of elements of each parameter."""
-        return list(map(math.prod, self.shapes))
 
     @property
     def waits(self) -> bool:
@@ -132,7 +127,7 @@ class Bucket:
         if self.pending and self.waits:  # used tensors' errors are added to their gradients
             self.sent = {i: each for i, each in self.pending.items() if each is not None and i not in unused}
             self.pending |= dict.fromkeys(self.sent)
-            parts = flat.split(self.numels)
+            parts = flat.split(self.layout.numels)
             for position, error in self.sent.items():
                 parts[position].add_(error)
         out = bucket.shard if isinstance(bucket, ShardBucket) else flat
@@ -150,13 +145,13 @@ class Bucket:
         """Return a copy of an error, [numel], by default zeros, plus errors by position."""
         if to is None:
             wide = torch.promote_types(self.dtype, torch.float32)
-            whole = torch.zeros(sum(self.numels), dtype=wide, device=self.device)
+            whole = torch.zeros(self.layout.numel, dtype=wide, device=self.device)
         else:
             whole = to.clone()
-        parts = whole.split(self.numels)
+        parts = whole.split(self.layout.numels)
         for position, each in errors.items():
             if each is not None:
-                parts[position].add_(each.reshape(-1).to(self.device))  # a loaded one may be on the CPU
+                parts[position].add_(each)
         return whole
 
     def scale_errors(self, factor: float) -> None:
@@ -174,7 +169,7 @@ class Bucket:
         """Add an unused average, flat, to its parameter's error."""
         position = self.keys.index(key)
         if self.compressor is not None and position not in self.compressor.sent_exactly:
-            self.compressor.add_to_error(sum(self.numels[:position]), values)
+            self.compressor.add_to_error(self.layout.offsets[position], values)
         elif position in self.sent:
             self.pending[position] = values.clone()  # which has the error that was sent
 
@@ -188,8 +183,7 @@ class Bucket:
             state["error"] = self.added(self.pending, state.get("error"))
         for name, value in state.items():
             if name == "error":
-                parts = (value if self.unit == 1 else value / self.unit).split(self.numels)
-                shaped = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+                shaped = self.layout.parts(value if self.unit == 1 else value / self.unit)
             elif isinstance(value, list):
                 shaped = value
             else:
@@ -209,10 +203,13 @@ class Bucket:
         own = [entries.get(key, {}) for key in self.keys]
         state: State = {**entries.get(tuple(self.keys), {})}
         for name in dict.fromkeys(name for entry in own for name in entry):
-            values = [entry.get(name) for entry in own]
-            state[name] = self.added(dict(enumerate(values))).mul_(self.unit) if name == "error" else values
+            state[name] = [entry.get(name) for entry in own]
         if "error" in state:
-            parts = state["error"].split(self.numels)
+            errors, state["error"] = state["error"], self.added({})
+            for part, error in zip(self.layout.parts(state["error"]), errors, strict=True):
+                if error is not None:
+                    part.copy_(error)  # a loaded one may be on the CPU
+            parts = state["error"].mul_(self.unit).split(self.layout.numels)
             for position in self.compressor.sent_exactly:
                 self.pending[position] = parts[position].clone()
                 parts[position].zero_()
@@ -240,14 +237,14 @@ class ParameterStates:
         """Return what is known of a bucket: as before, if its parameters and options are unchanged."""
         index, parameters, dtype = bucket.index(), bucket.parameters(), bucket.buffer().dtype
         # A real parameter has its gradient's shape. real_shape also handles complex ones, but takes longer.
-        shapes: list[Shape] = [parameter.shape for parameter in parameters]
+        shapes = tuple([parameter.shape for parameter in parameters])
         found = self._of_last_step.get(index)
         if (
             found is None
             or (found.dtype, found.options) != (dtype, options)
             or len(found.parameters) != len(parameters)
             or not all(map(operator.is_, [ref() for ref in found.parameters], parameters))
-            or (found.shapes != shapes and found.shapes != list(map(real_shape, parameters)))
+            or (found.layout.shapes != shapes and found.layout.shapes != tuple(map(real_shape, parameters)))
         ):
             found = self._changed(index, parameters, dtype, options)
         self._of_step[index] = found
@@ -260,11 +257,12 @@ class ParameterStates:
     def _changed(
         self, index: int, parameters: Sequence[torch.Tensor], dtype: torch.dtype, options: Any
     ) -> Bucket:
-        shapes = list(map(real_shape, parameters))
-        keys = self.keys.keys_of(parameters, shapes)
-        new = Bucket(index, dtype, options, shapes, keys, list(map(weakref.ref, parameters)))
+        layout = memory_layout(parameters)
+        keys = self.keys.keys_of(parameters, layout.shapes)
+        new = Bucket(index, dtype, options, layout, keys, list(map(weakref.ref, parameters)))
         for each in self._buckets:
-            if each.keys == keys and (each.dtype, each.options, each.shapes) == (dtype, options, shapes):
+            of_each = each.keys, each.dtype, each.options, vars(each.layout)
+            if of_each == (keys, dtype, options, vars(layout)):
                 each.index, each.parameters, each.operation = index, new.parameters, None
                 return each
         for each in self._buckets:
@@ -286,7 +284,7 @@ class ParameterStates:
         taken: Entries = {key: self.waiting.pop(key) for key in own if key in self.waiting}
         lost = {
             key: taken.pop(key)["error"]
-            for key, shape in zip(bucket.keys, bucket.shapes, strict=True)
+            for key, shape in zip(bucket.keys, bucket.layout.shapes, strict=True)
             if "error" in taken.get(key, {}) and taken[key]["error"].shape != shape
         }
         bucket.take_over(taken)

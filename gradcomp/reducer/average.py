@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradcomp.comm.bucket import GradBucket, Hook, Hooked, as_real, require_hook, result_of
+from gradcomp.comm.bucket import GradBucket, Hook, Hooked, as_real, memory_layout, require_hook, result_of
 from gradcomp.comm.pipeline import PipelinedFuture, drop
 from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
 from gradcomp.device import has_streams, require_no_capture
@@ -93,12 +93,13 @@ class Averaging:
             pairs_of.setdefault((tensor.dtype, tensor.device), []).append((parameter, tensor))
         # Tensors with their flat buffer, the parts of it that are theirs, and the future of its average.
         self._buckets: list[tuple[Any, torch.Tensor, Any, Explaining, Any]] = []
-        for number, ((_, device), pairs) in enumerate(pairs_of.items()):
+        for number, ((dtype, device), pairs) in enumerate(pairs_of.items()):
             index = indices[0] + number * indices[1]
             known, members = map(list, zip(*pairs, strict=True))
-            buffer = torch.cat([member.reshape(-1) for member in members])
-            split = zip(buffer.split([member.numel() for member in members]), members, strict=True)
-            parts = [part.view(member.shape) for part, member in split]
+            layout = memory_layout(known, as_real=False)
+            buffer = torch.empty(layout.numel, dtype=dtype, device=device)
+            parts = layout.parts(buffer)
+            torch._foreach_copy_(parts, members)
             # On a CPU the last bucket's hook waits for all collectives.
             is_last = number == len(pairs_of) - 1 and (waits_at_once or has_streams(device))
             given: Any = GradBucket(index, buffer, known, is_last)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradcomp import ops
 from gradcomp.comm.all_reduce import average_in_place, start_all_reduce
-from gradcomp.comm.bucket import GradBucket, Hooked, as_real, require_hook, result_of
+from gradcomp.comm.bucket import GradBucket, Hooked, as_real, memory_layout, require_hook, result_of
 from gradcomp.comm.exchange import SUM, has_delay
 from gradcomp.comm.process_group import Explaining, resolve_group
 from gradcomp.hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -75,19 +75,13 @@ class Bucket:
         self.indices = list(indices)
         self.parameters = parameters = [params[index] for index in indices]
         self._names = names = [all_names[index] for index in indices]
-        numels = [parameter.numel() for parameter in parameters]
+        layout = memory_layout(parameters, as_real=False)
         dtype, device = parameters[0].dtype, parameters[0].device
         self.is_rounded = sent_in is not None and dtype.is_floating_point and ops.runs_triton(device)
-        self.buffer = torch.zeros(sum(numels), dtype=sent_in if self.is_rounded else dtype, device=device)
+        self.buffer = torch.zeros(layout.numel, dtype=sent_in if self.is_rounded else dtype, device=device)
         # Otherwise the first backward would compile.
         ops.compile_flatten(dtype, self.buffer.dtype, device)
-        parts = self.buffer.split(numels)
-        # With the parameters' strides if they leave no gaps.
-        strides = [torch.empty_like(parameter, device="meta").stride() for parameter in parameters]
-        self.views = [
-            part.as_strided(parameter.shape, stride, part.storage_offset())
-            for part, parameter, stride in zip(parts, parameters, strides, strict=True)
-        ]
+        self.views = layout.parts(self.buffer)
         self._given = [view.detach() for view in self.views]
         self._addresses = [view.data_ptr() for view in self.views]
         self.owner_of = {at: name for at, name in zip(self._addresses, names, strict=True) if at}

@@ -47,6 +47,8 @@ def register(model, how, state, hook, cap, find_unused):
 def train(rank, state, hook, steps, run):
     """Train with zero weights; return, by layer, Σ mean gradients, Σ averages, and this rank's errors."""
     model = Given(*[(SIZE, SIZE)] * NUM_LAYERS)
+    for weight in model.weights if run[1] == SMALL else ():  # in memory by columns
+        weight.data = weight.data.t()
     ddp, _reducer = register(model, run[0], state, hook, *run[1:])
     given, out = torch.zeros(2, NUM_LAYERS, SIZE, SIZE, dtype=torch.float64)
     for step in steps:
@@ -56,9 +58,7 @@ def train(rank, state, hook, steps, run):
         ddp(gradients).backward()
         given += gradients.double()
         out += torch.stack([weight.grad for weight in model.weights]).double()
-    errors = []
-    for weight in model.weights:
-        errors.append(entry_of(state, weight)["error"].double())
+    errors = [entry_of(state, weight)["error"].double() for weight in model.weights]
     return given, out, torch.stack(errors)
 
 
