@@ -151,7 +151,6 @@ class Averager:
 
     def __init__(self, whose: str, state: CompressorState | None, group: dist.ProcessGroup):
         self._whose, self._state, self.group = whose, state, group
-        self._is_in_step = False
 
     def average(self, bucket: Any, others: dist.ProcessGroup | None) -> None:
         """Average a bucket in place, or sum its shard; on CUDA, for what the current stream does next.
@@ -161,7 +160,6 @@ class Averager:
         Raises the errors of the state. In a state's first step an error of one rank is raised on every rank,
         also on the others. Later the other ranks notice when the process ends, or by their time-out.
         """
-        self._is_in_step = True
         if self._state is None or self._state.is_compared or others is None:
             self._average(bucket)
             return
@@ -182,7 +180,6 @@ class Averager:
                 self._state.average(self._whose, bucket).wait()
 
     def end_of_backward(self) -> None:
-        """Count a step if this backward has reduced anything."""
-        if self._is_in_step and self._state is not None:
+        """Count a step if this backward has reduced anything that wasn't taken back."""
+        if self._state is not None and self._state._steps.num_buckets:
             self._state.end_step()
-        self._is_in_step = False
