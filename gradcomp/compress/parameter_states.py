@@ -120,10 +120,12 @@ class Bucket:
         # gradcomp's buckets don't tell: the Reducer calls take_back for each one that no rank has used.
         if isinstance(bucket, dist.GradBucket):
             unused = [i for i, parameter in enumerate(bucket.parameters()) if parameter.grad is None]
+        # The step's undo, if its backward brings the bucket again.
+        earlier = self.undo[1] if self.undo is not None and self.undo[0] == undoable else []
         self.undo = None
         if undoable is not None:
             before = partial(vars(self).update, pending=dict(self.pending), sent={})
-            self.undo = undoable, [compressor.snapshot(), before]
+            self.undo = undoable, [compressor.snapshot(), before, *earlier]
         if self.pending and self.waits:  # used tensors' errors are added to their gradients
             self.sent = {i: each for i, each in self.pending.items() if each is not None and i not in unused}
             self.pending |= dict.fromkeys(self.sent)

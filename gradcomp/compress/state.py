@@ -355,7 +355,7 @@ class Steps:
     def __init__(self, num: int = 0) -> None:
         self.num = self.first = num
         self.is_undoable = False
-        self._backward = -1
+        self._of_backward: dict[int, set[int]] = {}  # the current one's parameters
         self._taken: dict[int, int] = {}  # parameters since `first` began, and the last step of each
         self._watched: list[weakref.ref[torch.Tensor]] = []  # of the backward's first bucket
         self._left: list[Any] | None = None  # as the last backward has left them; None during a backward
@@ -365,7 +365,7 @@ class Steps:
         """Begin the next step."""
         self.is_over = self.is_joined = False
         self.num_buckets = self.gradient_bytes = self.sent_bytes = 0
-        if self._backward == -1 and self._left is None:  # outside of a backward
+        if not self._of_backward and self._left is None:  # outside of a backward
             self._taken = {}
 
     def take(self, parameters: Sequence[torch.Tensor], watched: Sequence[torch.Tensor]) -> bool:
@@ -373,13 +373,13 @@ class Steps:
 
         watched: a change of them, or of their gradients, between two backwards ends the step.
 
-        Sets is_over at the end of the backward that brings the bucket.
-
-        Returns whether the bucket was added.
+        Returns whether the bucket was added. Sets is_over at the end of the backward that brings it.
         """
         new, backward = dict.fromkeys(map(id, parameters), self.num), current_graph_task_id()
         is_changed = self._left is not None and (backward == -1 or self._left != self._versions())
-        last = max(map(self._taken.get, new, repeat(-1)), default=-1)
+        # FSDP2 reduces a module that runs twice in a forward twice in one backward.
+        of_others = new.keys() - self._of_backward.get(backward, ())
+        last = max(map(self._taken.get, of_others, repeat(-1)), default=-1)
         if self.num_buckets and (is_changed or last == self.num):
             return False
         if is_changed or last >= 0 or not self._taken:  # earlier averages can't be taken back any more
@@ -389,14 +389,15 @@ class Steps:
         self.is_joined |= self.is_over
         self.is_over, self._left = False, None
         self.num_buckets += 1
-        if backward not in (-1, self._backward):
-            self._backward, self._watched = backward, list(map(weakref.ref, watched))
+        if backward not in (-1, *self._of_backward):
+            self._of_backward, self._watched = {backward: set()}, list(map(weakref.ref, watched))
             # A callback of a callback comes after DDP's, which writes the averages to the gradients.
             queue_callback(partial(queue_callback, self._end_backward))
+        self._of_backward.get(backward, set()).update(new)
         return True
 
     def _end_backward(self) -> None:
-        self._backward, self._left = -1, self._versions()
+        self._of_backward, self._left = {}, self._versions()
         self.is_over = self.num_buckets > 0
 
     def _versions(self) -> list[Any]:
