@@ -38,7 +38,12 @@ def memory_layout(parameters: Iterable[torch.Tensor], *, as_real: bool = True) -
 
     as_real: whether complex ones have the real_shape.
     """
-    like = [torch.empty_like(each, device="meta") for each in parameters]
+    like = [
+        each
+        if each.is_contiguous() or torch.empty_like(each, device="meta").stride() == each.stride()
+        else torch.empty(each.shape, dtype=each.dtype, device="meta")  # row-major, as it has gaps or overlaps
+        for each in parameters
+    ]
     like = [torch.view_as_real(each) if as_real and each.is_complex() else each for each in like]
     return FlatLayout([each.shape for each in like], [each.stride() for each in like])
 

@@ -145,11 +145,8 @@ class Bucket:
         self, errors: Mapping[int, torch.Tensor | None], to: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return a copy of an error, [numel], by default zeros, plus errors by position."""
-        if to is None:
-            wide = torch.promote_types(self.dtype, torch.float32)
-            whole = torch.zeros(self.layout.numel, dtype=wide, device=self.device)
-        else:
-            whole = to.clone()
+        wide = torch.promote_types(self.dtype, torch.float32)
+        whole = torch.zeros(self.layout.numel, dtype=wide, device=self.device) if to is None else to.clone()
         parts = whole.split(self.layout.numels)
         for position, each in errors.items():
             if each is not None:

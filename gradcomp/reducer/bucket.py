@@ -50,13 +50,10 @@ _Run = tuple[slice, FlatLayout, torch.Tensor, list[torch.Tensor]]
 
 
 class Bucket:
-    """One flat buffer, and a view of it for every parameter, in the parameter's memory order.
+    """One flat buffer, and a view of it for every parameter, in memory_layout.
 
     indices: the Reducer's indices of the bucket's parameters, which have one dtype and device.
     sent_in: the buffer's dtype, if the parameters are floating-point; None for the parameters' own.
-
-    A view has its parameter's strides, so a channels-last gradient is stored in the buffer as in its own
-    memory. A parameter with gaps or overlaps between its elements has a contiguous view.
 
     A step calls fill(), and after the averaging write_back(). A position is a parameter's place in a bucket.
 

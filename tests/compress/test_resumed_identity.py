@@ -47,8 +47,8 @@ def register(model, how, state, hook, cap, find_unused):
 def train(rank, state, hook, steps, run):
     """Train with zero weights; return, by layer, Σ mean gradients, Σ averages, and this rank's errors."""
     model = Given(*[(SIZE, SIZE)] * NUM_LAYERS)
-    for weight in model.weights if run[1] == SMALL else ():  # in memory by columns
-        weight.data = weight.data.t()
+    for i, weight in enumerate(model.weights if run[1] == SMALL else ()):  # by columns, every other with gaps
+        weight.data = torch.zeros(SIZE, SIZE + i % 2).t()[:SIZE]
     ddp, _reducer = register(model, run[0], state, hook, *run[1:])
     given, out = torch.zeros(2, NUM_LAYERS, SIZE, SIZE, dtype=torch.float64)
     for step in steps:
