@@ -31,8 +31,8 @@ DROPPED_FROM = 1.5
 # in a row begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the
 # next check.
 SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
-# A trial that isn't sure goes on to twice and to four times its rounds. It ends early if a candidate is
-# surely CLEAR times as fast as the first one.
+# A trial that isn't sure goes on to twice and to four times its rounds. One that is ends early if a
+# candidate is surely CLEAR times as fast as the first one.
 LOOKS, CLEAR = (1, 2, 4), 2
 # The probability, at most, that the lower end of any candidate's interval is above its true gain at any look.
 RISK = 0.05
@@ -179,31 +179,35 @@ class Trial:
         for name, each in self.seconds.items():
             each += of_round.get(name, [math.inf] * num)
         self.step, self.round = 0, self.round + 1
-        known, is_known = self.medians(), not self.unknown
         looks = [self.num_rounds * each for each in LOOKS]
-        is_last = self.is_clear or self.round >= looks[-1] or (self.round in looks and self.is_sure)
+        is_last = self.round >= looks[-1] or ((self.is_clear or self.round in looks) and self.is_sure)
         if not is_last:
             limit = DROPPED_FROM * min(map(median_of, turns))
             left = {name for name in self.taking_part[1:] if limit < median_of(of_round[name]) < math.inf}
             self.taking_part = [name for name in self.taking_part if name not in left]
-        if is_last or (is_known and len(self.taking_part) == 1):
-            steps = [math.inf if self.objection(name) else known[name] for name in self.taking_part]
-            before = self.taking_part.index(self.before) if self.before in self.taking_part else None
-            chosen = choose(steps, self.tolerance, before) if is_known else 0
-            self.choice, self.chosen_at = self.taking_part[chosen], next_step
+        if is_last or (len(self.taking_part) == 1 and not self.unknown):
+            self.choice, self.chosen_at = self._best(self._pays), next_step
+
+    def _pays(self, name: str) -> bool:
+        return not self.objection(name)
+
+    def _best(self, pays: Callable[[str], bool]) -> str:
+        """Return the candidate that the rule chooses if those pay for which pays(name) is true."""
+        times, first = self.medians(), self.names[0]
+        steps = [times[name] if pays(name) else math.inf for name in self.taking_part]
+        before = self.taking_part.index(self.before) if self.before in self.taking_part else None
+        return first if self.unknown else self.taking_part[choose(steps, self.tolerance, before)]
 
     @property
     def is_sure(self) -> bool:
-        """Whether all times are known, and a candidate pays or none can: more rounds wouldn't help.
+        """Whether more rounds wouldn't help: all times are known, and the choice would be the same if every
+        candidate paid whose gain isn't surely above the wait."""
 
-        One can pay if its median gain is above the tolerance, or if it may be CLEAR times as fast.
-        """
-        step, gains = self.medians()[self.names[0]], filter(None, map(self.gain, self.taking_part[1:]))
-        within = [each for each in gains if each.low <= self.wait < math.inf]
-        can_pay = any(
-            each.median > self.tolerance * step or each.high > step - step / CLEAR for each in within
-        )
-        return len(self.names) == 1 or (not self.unknown and (bool(self._paying()) or not can_pay))
+        def may_pay(name: str) -> bool:
+            gain = self.gain(name)
+            return gain is None or gain.low <= self.wait < math.inf
+
+        return len(self.names) == 1 or (not self.unknown and self._best(self._pays) == self._best(may_pay))
 
     def is_over_after(self, num_steps: int, every: int | None) -> bool:
         """Whether another trial comes, this many steps after the choice. every: AutoState.retrial_every."""
@@ -214,12 +218,8 @@ class Trial:
     def is_clear(self) -> bool:
         """Whether a candidate that pays is surely at least CLEAR times as fast as the first one."""
         step, level = self.medians()[self.names[0]], 1 - 2 * RISK / max(len(self.names) - 1, 1)
-        return any(gain.level >= level and gain.low > step - step / CLEAR for gain in self._paying())
-
-    def _paying(self) -> list[Gain]:
-        """Return the gains of the candidates that pay, without the first one's."""
-        gains = [self.gain(name) for name in self.taking_part[1:] if not self.objection(name)]
-        return list(filter(None, gains))
+        gains = filter(None, map(self.gain, filter(self._pays, self.taking_part)))
+        return any(gain.level >= level and gain.low > step - step / CLEAR for gain in gains)
 
     @property
     def unknown(self) -> list[str]:

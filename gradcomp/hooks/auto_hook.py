@@ -346,10 +346,10 @@ def _announce(trial: Trial, table: list[dict[str, Any]], step: int, group: dist.
     wait = "an unknown wait" if first["wait_ms"] is None else f"a wait of {first['wait_ms']:.3g} ms"
     if chosen is first:
         why = f"no other surely gains more than {trial.tolerance:.0%} of its step, within {wait}"
-        if not trial.is_sure:
-            why += f" (steps vary too much for {trial.round} rounds; see AutoState's rounds)"
     else:
         why = f"gain {_shown_gain(chosen)} of {wait}"
+    if not trial.is_sure:
+        why += f" (steps vary too much for {trial.round} rounds; see AutoState's rounds)"
     say(
         f"auto_hook uses {trial.choice} from step {step} on: {why}. Each with its time, its gain "
         f"over {trial.names[0]} (interval at {min(levels):.1%}) and its bytes per step, and its cost "
