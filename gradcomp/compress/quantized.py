@@ -109,7 +109,6 @@ class QuantizedCompressor(Compressor):
 
     @classmethod
     def warm_up(cls, bucket: BucketSpec, options: QuantizedOptions) -> None:
-        """Compile the kernels that the bucket's steps will launch."""
         compile_operations(options.form, bucket)
 
     @classmethod
@@ -122,6 +121,12 @@ class QuantizedCompressor(Compressor):
     ) -> Works:
         """Average blocks quantized, everything else exactly. Zeros are sent for unused tensors."""
         self._sent, self._rest = self._rest, None
+        if self._sent is not None and unused:
+            # torch's DDP drops the average of a tensor that no rank has used, so its errors wait, too.
+            self._rest = torch.zeros_like(self._sent)
+            for part in [each.in_bucket for each in self._sum.layout.quantized if each.position in unused]:
+                self._rest[part] = self._sent[part]
+            self._sent = self._sent - self._rest
         yield from self._sum.reduce(flat, group, out=out, unused=unused, rest=self._sent)
 
     # --- errors ---

@@ -248,10 +248,8 @@ class QuantizedAllReduce:
                 self._pieces.view(-1)[target] += rest[source] * self.unit
         yield from reduce_scatter(self._piece, self._pieces, nodes.within)
         # If another rank of the node has used a tensor that this rank has not, the tensor's error is sent.
-        stays = [
-            (own, _is_in_zero_block(self._piece[own], self.layout.block_size))
-            for _, own in self._in_piece(unused)
-        ]
+        size = self.layout.block_size
+        stays = [(own, _is_in_zero_block(self._piece[own], size)) for _, own in self._in_piece(unused)]
         yield from codes.exchange(self._piece, nodes.between, stays)
         yield all_gather(self._codes.flatten(1), self._gathered.view(-1), nodes.within)
         if self._decode:

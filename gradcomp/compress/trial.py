@@ -320,8 +320,7 @@ class SlowSteps:
         """
         for _, seconds in steps:
             self._num = self._num + 1 if seconds > SLOW * usual else 0
-        before = self._on_ranks
-        if before is not None and before.wait()[0] >= MAX_SLOW_STEPS:
+        if self._on_ranks is not None and self._on_ranks.wait()[0] >= MAX_SLOW_STEPS:
             return True
         self._on_ranks = ReducedValues("compare the speed of auto_hook's steps", [self._num], groups, device)
         return False

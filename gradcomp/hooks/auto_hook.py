@@ -344,10 +344,8 @@ def _announce(trial: Trial, table: list[dict[str, Any]], step: int, group: dist.
         nats = "" if row["nats"] is None else f", {row['nats']:+.3f}"
         shown.append(f"{row['candidate']} {ms}{gain}{sent}{nats}")
     wait = "an unknown wait" if first["wait_ms"] is None else f"a wait of {first['wait_ms']:.3g} ms"
-    if chosen is first:
-        why = f"no other surely gains more than {trial.tolerance:.0%} of its step, within {wait}"
-    else:
-        why = f"gain {_shown_gain(chosen)} of {wait}"
+    too_little = f"no other surely gains more than {trial.tolerance:.0%} of its step, within {wait}"
+    why = too_little if chosen is first else f"gain {_shown_gain(chosen)} of {wait}"
     if not trial.is_sure:
         why += f" (steps vary too much for {trial.round} rounds; see AutoState's rounds)"
     say(
