@@ -105,8 +105,9 @@ class SavedState(ConfiguredState):
             raise RuntimeError(
                 f"undo_step has no backward to take back{since}, and keep_undo is {self.keep_undo}. Likely "
                 "cause: keep_undo was not set before the backward, undo_step was called twice, parameters "
-                "were averaged again since, the step had begun in an earlier backward (nobody zeroed the "
-                "gradients between them), or a checkpoint was loaded or parameters were named since"
+                "were averaged again since, an FSDP2 module that ran twice reduced its parameters in parts, "
+                "the step had begun in an earlier backward (nobody zeroed the gradients between them), or a "
+                "checkpoint was loaded or parameters were named since"
             )
         self._states.undo(start)
         self.iter = start

@@ -87,16 +87,17 @@ class ParamGroup:
         self._confirmed: list[int] | None = None
 
     def names(self, model: nn.Module) -> list[str]:
-        """Return the parameters' names in the model. Raises ValueError if one has left it."""
-        names = {id(module): name for name, module in model.named_modules()}
+        """Return the parameters' names in model.named_parameters(). Raises ValueError if one has left it."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        modules = set(map(id, model.modules()))
         places = [parameter._module_info for parameter in self._group.fsdp_params]
         for place in places:
-            if id(place.module) not in names:
+            if id(place.module) not in modules:
                 raise ValueError(
                     f"{self.name} shards the {place.param_name} of a {type(place.module).__name__} that is "
                     "no module of the model. Likely cause: it was replaced or wrapped after fully_shard"
                 )
-        return [f"{names[id(place.module)]}.{place.param_name}".lstrip(".") for place in places]
+        return [names[id(getattr(place.module, place.param_name))] for place in places]
 
     @property
     def shards(self) -> list[torch.Tensor]:
@@ -146,14 +147,13 @@ class ParamGroup:
     @property
     def has_extensions(self) -> bool:
         """True if a parameter's tensor has fsdp_pre_all_gather, which returns the tensors to gather."""
-        locals_ = (each._sharded_local_tensor for each in self._group.fsdp_params)
-        return any(hasattr(each, "fsdp_pre_all_gather") for each in locals_)
+        parameters = self._group.fsdp_params
+        return any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in parameters)
 
     @property
     def gathered_dtypes(self) -> set[torch.dtype]:
         """The dtypes in which the parameters are gathered."""
-        chosen = self._group.mp_policy.param_dtype
-        own = (each.sharded_param.dtype for each in self._group.fsdp_params)
+        chosen, own = self._group.mp_policy.param_dtype, (each.dtype for each in self.shards)
         return {chosen if chosen and each.is_floating_point else each for each in own}
 
     def install(self, hook: Callable[[torch.Tensor], None], forget: Callable[[], None]) -> None:
@@ -197,8 +197,7 @@ class ParamGroup:
         """Raise RuntimeError unless parameters got new gradients as expected, one after another."""
         new = [i for i, each in enumerate(after) if each is not None and each is not before[i]]
         order = [index for index in self._reduced or () if index in new]
-        shards = [after[index].to_local() for index in order]
-        shards = [each for each in shards if each.numel()]
+        shards = [each for index in order if (each := after[index].to_local()).numel()]
         places = [(each.untyped_storage().data_ptr(), each.storage_offset()) for each in shards]
         if len(order) < len(new) or any(
             one[0] == other[0] and one > other for one, other in pairwise(places)

@@ -234,8 +234,7 @@ def skip_a_layer(rank, group, kind, users):
         run_through(first.reduce(flat := random_gradient(SHAPES, rank, step), flat, group, step))
     compressor.load(before := first.state())
     flat = random_gradient(SHAPES, rank, 3)
-    if rank not in users:
-        flat[:1200] = 0
+    flat[:1200] *= rank in users
     gradient, unused = flat.clone(), [] if rank in users else [0]
     run_through(compressor.reduce(flat, flat, group, 3, unused))
     return before["error"], gradient, flat, compressor.state()["error"]

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from gradcomp.fsdp import compress_all_gather
+from gradcomp.fsdp.param_groups import param_groups_of
 from tests.depth import everyday, mixed
 from tests.fsdp.gathered import round_all_gathers
 from tests.fsdp.models import RANKS, Net, batch_of, new_grid, over_two_meshes, sharded, weights
@@ -24,6 +25,13 @@ def tied():
     model.layers[1] = nn.Sequential(nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 33))
     model.layers[1][2].weight = model.layers[1][0].weight
     return model
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_tied_weight_has_its_first_name():
+    model = tied()
+    fully_shard([model.layers[1][2], model.layers[1][0]])  # so FSDP2 knows it as layers.1.2.weight
+    assert param_groups_of(model)[0].names(model)[0] == "layers.1.0.weight"
 
 
 def with_another_dtype(mesh):
@@ -43,11 +51,8 @@ def pre_all_gather(self, mesh):
 
 
 def post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-    (weight,) = outputs
-    if out is None:
-        weight = -weight
-        return weight, (weight,)
-    return out.data.copy_(-weight)  # .data: the graph has saved out
+    weight = -outputs[0]
+    return (weight, (weight,)) if out is None else out.data.copy_(weight)  # .data: the graph has saved out
 
 
 def with_extension(mesh):
@@ -82,8 +87,7 @@ def with_async_op(mesh):
 
 def unshard_before(model, rank, number):
     """Gather all modules' weights at once, before the step."""
-    handles = [module.unshard(async_op=True) for module in fsdp_modules(model)]
-    for handle in handles[::2]:
+    for handle in [module.unshard(async_op=True) for module in fsdp_modules(model)][::2]:
         handle.wait()
     step(model, rank, number)
 
@@ -176,8 +180,7 @@ def test_it_equals_the_reference(run_ranks, world_size):
     cases = mixed(names, FORMS[world_size])
     for results in run_ranks(run_cases, world_size, train_both, cases, timeout_s=600):
         for case, (is_same, has_moved, num_rounded) in zip(cases, results, strict=True):
-            assert is_same, case
-            assert has_moved, case
+            assert (is_same, has_moved) == (True, True), case
             assert bool(num_rounded) != (case[0] == "complex parameters"), case
 
 
@@ -190,6 +193,4 @@ def train_over_two_meshes(rank):
 
 def test_modules_sharded_over_different_ranks(run_ranks):
     for is_same, has_moved, num_rounded in run_ranks(train_over_two_meshes, RANKS):
-        assert is_same
-        assert has_moved
-        assert num_rounded
+        assert (is_same, has_moved, num_rounded > 0) == (True, True, True)
