@@ -218,7 +218,7 @@ def at_size() -> str:
         optimizer = {"adamw": "", "sgd": ", SGD", "muon": ", Muon"}[row["options"]["optimizer"]]
         columns.setdefault(f"{row['num_parameters']:,}{optimizer}", []).append(row)
     costs = [accuracy.costs(rows) for rows in columns.values()]
-    cells = {"none": [f"{first['validation_loss']:.3f}" for first, *_ in columns.values()]}
+    cells = {"none": [mean(accuracy.summaries(rows)["text"][0].losses) for rows in columns.values()]}
     for hook in dict.fromkeys(hook for each in costs for hook in each):
         cells[hook] = [mean([each[hook]], "+") if hook in each else "" for each in costs]
     head = f"| parameters | {' | '.join(columns)} |\n{'|---' * (1 + len(columns))}|"

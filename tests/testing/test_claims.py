@@ -58,18 +58,16 @@ def test_what_is_inferred_of_lossy_hooks():
     assert (late.start, late.unbiased, late.error_feedback, late.contraction) == (3, True, False, None)
     # The plain steps before it show fp32's rounding in fp32. In fp64 nothing coarser than fp64's is allowed.
     assert (late.precision, late.checkpoint) == (torch.float64, "any")
-    keeping = claims_of(compressors.hook, compressors.TopK)
-    assert (keeping.unbiased, keeping.error_feedback, keeping.contraction) == (False, True, 0.0)
-    predicting = claims_of(compressors.hook, Predictor)
-    assert (predicting.unbiased, predicting.error_feedback, predicting.contraction) == (False, True, None)
+    for make_state, contraction in ((compressors.TopK, 0.0), (Predictor, None)):
+        claims = claims_of(compressors.hook, make_state)
+        assert (claims.unbiased, claims.error_feedback, claims.contraction) == (False, True, contraction)
 
 
 def test_every_hook_is_to_keep_zeros_unless_it_multiplies_factors():
     claims = {name: claims_of(*hook).keeps_zeros for name, hook in OURS.items()}
     assert claims.pop("batched r=1") is None
-    assert {name: kept for name, kept in claims.items() if kept != "elements"} == dict.fromkeys(
-        ("PowerSGD r=1", "r=4", "PowerSGD r=1, fp16", "auto"), "lines"
-    )
+    lines = ("PowerSGD r=1", "r=4", "PowerSGD r=1, fp16", "auto")
+    assert claims == dict.fromkeys(claims, "elements") | dict.fromkeys(lines, "lines")
 
 
 def test_what_is_inferred_of_power_sgd():
@@ -80,9 +78,8 @@ def test_what_is_inferred_of_power_sgd():
         assert list(map(claims.exact_shapes, ((100,), (8, 8), (64, 64)))) == [True, True, False]
     assert claims_of(*OURS["batched r=1"]).exact_rank is None
     assert claims_of(*OURS["PowerSGD r=1, fp16"]).precision == torch.float16
-    without = claims_of(
-        powerSGD.powerSGD_hook, lambda group: powerSGD.PowerSGDState(group, 1, 2, use_error_feedback=False)
-    )
+    options = {"start_powerSGD_iter": 2, "use_error_feedback": False}
+    without = claims_of(powerSGD.powerSGD_hook, partial(powerSGD.PowerSGDState, **options))
     assert (without.error_feedback, without.errors_of) == (False, None)
     with pytest.raises(ValueError, match="start_powerSGD_iter is 1000"):
         claims_of(powerSGD.powerSGD_hook, powerSGD.PowerSGDState)

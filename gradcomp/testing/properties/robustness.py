@@ -216,7 +216,7 @@ def rank_permutation(subject: Subject, workload: Workload) -> Iterator[float]:
     """The outputs don't depend on which rank has which gradients.
 
     With the ranks in reverse order the outputs are equal within twice the tolerance of averages. For a lossy
-    hook, ‖difference‖ ≤ √u · max ‖gradient‖ up to its first compressed step: rounding errors grow later.
+    hook, ‖difference‖ ≤ √u · max(‖gradient‖, ‖output‖) up to its first compressed step: errors grow later.
     """
     order = workload.order or tuple(range(workload.world_size))
     return _differences(subject, workload, order=order[::-1])
@@ -246,8 +246,7 @@ def _differences(subject: Subject, workload: Workload, power: int = 0, **change:
     whose = f"the output without the factor 2^{power}" if power else f"the output of {workload}"
     underflows = 2.0 ** max(0, -power)
     in_one = replace(workload, buckets=())  # a tolerance of a bucket depends on the buckets
-    tolerance = claims.tolerance_in(workload.dtype)
-    if tolerance is not None:
+    if (tolerance := claims.tolerance_in(workload.dtype)) is not None:
         tolerance = replace(tolerance, absolute=tolerance.absolute * underflows)
     for expected, output in zip(run.each_output(), other.each_output(), strict=True):
         step, index, got = output.step, output.index, output.average.double() * 2.0**-power
@@ -256,5 +255,6 @@ def _differences(subject: Subject, workload: Workload, power: int = 0, **change:
             yield require_close(output, expected.average, got, allowed, whose)
         else:
             half = claims.exact(workload.dtype).relative ** HALF_OF_THE_DIGITS
-            limit = half * workload.norm(step, index) + 2 * underflows * claims.underflow(workload, index)
+            size = max(workload.norm(step, index), float(expected.average.double().norm()))
+            limit = half * size + 2 * underflows * claims.underflow(workload, index)
             yield require_close_in_norm(output, expected.average, got, limit, whose)
