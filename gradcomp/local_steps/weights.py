@@ -51,7 +51,7 @@ class OwnWeights:
         """
         for each in self.params.values():
             if each not in _key_of or _key_of[each].shape != local_of(each).shape:
-                _key_of[each] = torch.empty_like(local_of(each), device="meta")
+                _key_of[each] = torch.empty(local_of(each).shape, dtype=each.dtype, device="meta")
         return {name: _key_of[each] for name, each in self.params.items()}
 
     def local(self, names: Iterable[str]) -> Tensors:

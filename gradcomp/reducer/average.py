@@ -158,13 +158,13 @@ _known_of: MutableMapping[Any, dict[Hashable, torch.Tensor]] = WeakIdKeyDictiona
 def _known(
     tensors: Sequence[torch.Tensor], hooked: Hooked, keys: Sequence[Hashable] | None
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Return the parameters that hooks see, and their tensors.
+    """Return the parameters that hooks see, row-major as strides may differ between ranks; and their tensors.
 
     With keys they are in an order independent of the list's. The choice must not depend on which objects are
     alive: ranks collect garbage at different times.
     """
     if hooked.state is None or isinstance(hooked.state, dist.ProcessGroup):
-        return tensors, tensors
+        return [t if t.is_contiguous() else t.new_empty(t.shape, device="meta") for t in tensors], tensors
     known, names = _known_of.setdefault(hooked.state, {}), list[Hashable](range(len(tensors)))
     if keys is not None:
         order = sorted(range(len(keys)), key=lambda place: repr(keys[place]))

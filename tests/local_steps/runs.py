@@ -28,10 +28,8 @@ def move(model, rank, number, scale=1.0):
     """Move the weights as if this rank had learned. Returns the moves by name."""
     moves = {}
     for name, each in model.named_parameters():
-        seed = sum(map(ord, name)) + 1000 * number + rank
-        moves[name] = scale * torch.randn(each.shape, generator=torch.Generator().manual_seed(seed)).to(
-            each.dtype
-        )
+        generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * number + rank)
+        moves[name] = scale * torch.randn(each.shape, generator=generator).to(each.dtype)
         each += moves[name]
     return moves
 

@@ -41,9 +41,10 @@ def test_nothing_is_lost_when_ranks_have_joined(name):
 
     def run(rank, group):
         model = layers("ab")
+        if rank == 1:
+            model["a"].weight.data = model["a"].weight.data.t().contiguous().t()
         start = weights(model)
-        local_steps = LocalSteps(model, every=1, **hooked(name, group))
-        seen = watched(local_steps)
+        seen = watched(local_steps := LocalSteps(model, every=1, **hooked(name, group)))
         moves = learn(model, local_steps, rank, range(12 if rank == 0 else 5))
         local_steps.join()
         return start, moves, seen, weights(model)
