@@ -171,8 +171,7 @@ def traffic(
         # All buckets' exchanges are under way together, but of gloo's own all-reduces only GLOO_THREADS are.
         has_all_reduces = any(each.kind == "all-reduce" for each in collectives)
         num_trips = max([num_trips / (GLOO_THREADS if has_all_reduces else len(trips)), *trips])
-    wait_s = num_trips * network.round_trip_s
-    return Traffic(sent_bytes, transfer_s, wait_s)
+    return Traffic(sent_bytes, transfer_s, num_trips * network.round_trip_s)
 
 
 @cache

@@ -258,7 +258,7 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
     advice = "Call consolidated_state_dict on every rank, after the same step."
     require_same_on_all_ranks(f"{state.algorithm}'s state", _outline(merged), group, device, advice)
     for entry in _with_errors(merged):
-        total = entry["error"].to(device, torch.float64, copy=True)
+        total = entry["error"].to(device, torch.float64, copy=True).contiguous()  # strides may differ
         with operation:
             dist.all_reduce(total, group=group)
         entry["error"] = (total / group.size()).to("cpu", entry["error"].dtype)

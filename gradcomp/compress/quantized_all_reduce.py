@@ -285,8 +285,7 @@ def _cut(parts: Iterable[Part], numel: int) -> Iterator[tuple[int, slice, slice]
 def compile_operations(form_of: Callable[[BucketSpec], Any], spec: BucketSpec) -> None:
     """Compile the kernels of a bucket's form for its device. form_of: returns the form of a bucket."""
     if has_streams(spec.device):
-        form = form_of(replace(spec, device=torch.device("meta")))
-        for operation in form.operations:
+        for operation in form_of(replace(spec, device=torch.device("meta"))).operations:
             if operation is not None:
                 operation.compile(spec.device)
 

@@ -355,7 +355,8 @@ class Steps:
     def __init__(self, num: int = 0) -> None:
         self.num = self.first = num
         self.is_undoable = False
-        self._of_backward: dict[int, set[int]] = {}  # the current one's parameters
+        self._of_backward, self._latest = set[int](), -1  # the last backward's parameters, and its number
+        self._running: Any = lambda: None  # returns the callback at the end of the backward under way
         self._taken: dict[int, int] = {}  # parameters since `first` began, and the last step of each
         self._watched: list[weakref.ref[torch.Tensor]] = []  # of the backward's first bucket
         self._left: list[Any] | None = None  # as the last backward has left them; None during a backward
@@ -365,7 +366,7 @@ class Steps:
         """Begin the next step."""
         self.is_over = self.is_joined = False
         self.num_buckets = self.gradient_bytes = self.sent_bytes = 0
-        if not self._of_backward and self._left is None:  # outside of a backward
+        if self._running() is None and self._left is None:  # outside of a backward
             self._taken = {}
 
     def take(self, parameters: Sequence[torch.Tensor], watched: Sequence[torch.Tensor]) -> bool:
@@ -376,9 +377,12 @@ class Steps:
         Returns whether the bucket was added. Sets is_over at the end of the backward that brings it.
         """
         new, backward = dict.fromkeys(map(id, parameters), self.num), current_graph_task_id()
-        is_changed = self._left is not None and (backward == -1 or self._left != self._versions())
+        # A reentrant checkpoint's backward is within another one, whose number is smaller.
+        goes_on = backward != -1 and (self._running() is not None or backward < self._latest)
+        left = None if goes_on else self._left
+        is_changed = left is not None and (backward == -1 or left != self._versions())
         # FSDP2 reduces a module that runs twice in a forward twice in one backward.
-        of_others = new.keys() - self._of_backward.get(backward, ())
+        of_others = new.keys() - (self._of_backward if goes_on else ())
         last = max(map(self._taken.get, of_others, repeat(-1)), default=-1)
         if self.num_buckets and (is_changed or last == self.num):
             return False
@@ -386,19 +390,22 @@ class Steps:
             self._taken = {each: step for each, step in self._taken.items() if step == self.num}
             self.first = self.num
         self._taken |= new
-        self.is_joined |= self.is_over
+        self.is_joined |= self.is_over and not goes_on
         self.is_over, self._left = False, None
         self.num_buckets += 1
-        if backward not in (-1, *self._of_backward):
-            self._of_backward, self._watched = {backward: set()}, list(map(weakref.ref, watched))
-            # A callback of a callback comes after DDP's, which writes the averages to the gradients.
-            queue_callback(partial(queue_callback, self._end_backward))
-        self._of_backward.get(backward, set()).update(new)
+        if not goes_on:
+            self._of_backward, self._watched = set(), list(map(weakref.ref, watched))
+        self._of_backward.update(new)
+        if backward != -1 and self._running() is None:
+            # A callback of a callback comes after DDP's, which writes the averages to the gradients. It lives
+            # as long as the backward, which may fail.
+            end = partial(queue_callback, self._end_backward)
+            self._running, self._latest = weakref.ref(end), max(self._latest, backward)
+            queue_callback(end)
         return True
 
     def _end_backward(self) -> None:
-        self._of_backward, self._left = {}, self._versions()
-        self.is_over = self.num_buckets > 0
+        self._running, self._left, self.is_over = lambda: None, self._versions(), self.num_buckets > 0
 
     def _versions(self) -> list[Any]:
         """Return numbers that grow with every change of the watched parameters and their gradients."""

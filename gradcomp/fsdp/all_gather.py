@@ -65,8 +65,7 @@ class ShardGather:
 
     def compresses(self, dtype: torch.dtype) -> bool:
         """Return whether shards in this dtype are sent in fewer bytes."""
-        is_shorter = dtype.is_floating_point and 8 * dtype.itemsize > self._bits
-        return is_shorter and bool(self.layout.quantized)
+        return dtype.is_floating_point and 8 * dtype.itemsize > self._bits and bool(self.layout.quantized)
 
     def operations(self, dtype: torch.dtype, device: torch.device) -> tuple[ops.Operation, ops.Operation]:
         """Return (encode, which quantizes a shard into a row; decode of all rows)."""

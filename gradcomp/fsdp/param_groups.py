@@ -221,8 +221,7 @@ class ParamGroup:
                 f"FSDP2 reduced {output.numel()} elements of {self.name}, but its gradients have {numel}. "
                 f"Likely cause: gradcomp.fsdp doesn't know torch {torch.__version__}"
             )
-        placeholders = self.whole_placeholders if whole else self.placeholders
-        return [placeholders[index] for index in order]
+        return [(self.whole_placeholders if whole else self.placeholders)[index] for index in order]
 
     def _will_be_reduced(self, parameter: Any) -> bool:
         """Return whether a parameter has a gradient, of this backward or accumulated in earlier ones."""

@@ -222,8 +222,7 @@ class Replicas:
 def highest_rank(ddp: Any, is_candidate: bool) -> int:
     """Return the highest rank that is a candidate, on every rank. The host waits."""
     rank = ddp.process_group.rank() if is_candidate else -1
-    largest = ReducedValues("find a rank that has input", [rank], [ddp.process_group], ddp.device)
-    return int(largest.wait()[0])
+    return int(ReducedValues("find a rank that has input", [rank], [ddp.process_group], ddp.device).wait()[0])
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -91,8 +91,7 @@ class FindUnused(_Usage):
         if not self._skips:
             return set()
         # The ranks agree first: a collective that only some ranks issue never completes.
-        may_use = set(range(len(self._names))).difference(unused) | self.used
-        return self._exchanged(may_use)()
+        return self._exchanged(set(range(len(self._names))).difference(unused) | self.used)()
 
 
 class StaticGraph(_Usage):

@@ -134,8 +134,7 @@ def near_the_end_of_fp16(rank, hook, distribution, factor_rank):
 def test_after_a_step_near_the_end_of_fp16_the_next_are_finite_and_right(case, distribution):
     """Rounding loses up to 2^-11 of the largest summand: a gradient, an error or an output."""
     hook, factor_rank = case
-    ranks = simulate(near_the_end_of_fp16, 2, hook, distribution, factor_rank)
-    for steps in zip(*ranks, strict=True):
+    for steps in zip(*simulate(near_the_end_of_fp16, 2, hook, distribution, factor_rank), strict=True):
         gradient, before, output, after = (torch.stack(each).double() for each in zip(*steps, strict=True))
         assert output.isfinite().all()
         assert torch.equal(output[0], output[1])

@@ -133,8 +133,7 @@ def test_odd_buckets(rank, hook):
             gradient = random_gradient(shapes, rank, step)
             output = HOOKS[hook_name](state, Bucket(gradient.clone(), shapes)).wait()
         results.append((gradient, output, error_in(state)))
-    ranks = of_all_ranks(results)
-    for mine, theirs in zip(*ranks, strict=True):
+    for mine, theirs in zip(*of_all_ranks(results), strict=True):
         assert mine[1].shape == mine[0].shape
         assert torch.equal(mine[1], theirs[1])
         assert mine[1].isfinite().all()

@@ -76,8 +76,7 @@ def test_the_last_bucket_may_be_another_hooks(rank):
             model.zero_grad()
             model(torch.randn(8, 64)).square().sum().backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])
-    results = of_all_ranks(found)
-    for by_class in zip(*results, strict=True):
+    for by_class in zip(*of_all_ranks(found), strict=True):
         for one, other in zip(*by_class, strict=True):
             assert torch.equal(one, other)
             assert one.any()

@@ -83,8 +83,7 @@ def held_back_comes_out(subject: Subject, workload: Workload) -> Iterator[float]
     largest_numel = max(workload.numel(*indices) for indices in workload.buckets)
     zero_steps = min(SETTLING_STEPS + claims.steps_until_sent(largest_numel), MOST_STEPS)
     workload = replace(workload, zero_steps=workload.zero_steps or zero_steps)
-    run = subject.finite_run(workload)
-    for bucket in BucketSteps.each(claims, run):
+    for bucket in BucketSteps.each(claims, subject.finite_run(workload)):
         numel = bucket.means.shape[1]
         held, rounding = bucket.held[-1], bucket.rounding[-1]
         last = claims.steps_until_sent(numel)

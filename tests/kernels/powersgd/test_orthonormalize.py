@@ -203,7 +203,6 @@ def test_many_panels_at_once_and_bitwise_again(device):
     generator = torch.Generator().manual_seed(2)
     shapes = [(1, 1), (3, 2), (40, 4), (65, 3), (64, 4), (33, 1), (300, 4)]
     panels = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
-    together = orthonormalized(panels)
-    for panel, q in zip(panels, together, strict=True):
+    for panel, q in zip(panels, orthonormalized(panels), strict=True):
         assert deviation(q) <= ORTHONORMAL[torch.float32]
         assert torch.equal(q, orthonormalized([panel, panels[2]])[0])
