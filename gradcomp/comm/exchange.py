@@ -240,8 +240,7 @@ class _Exchange(dist.Work):
 
     def _tag(self, row: torch.Tensor) -> int:
         """Tell a message without a channel by its heading: gloo takes one that is too short for whole."""
-        heading = [self._number, self._kind, row.nbytes]
-        return _FIRST_TAG + zlib.crc32(repr(heading).encode()) % _NUM_TAGS
+        return _FIRST_TAG + zlib.crc32(repr([self._number, self._kind, row.nbytes]).encode()) % _NUM_TAGS
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for all. Raises RuntimeError if a rank has ended, is late, or is at another exchange."""

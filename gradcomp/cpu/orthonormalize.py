@@ -57,8 +57,7 @@ def _triangle(gram: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, float]:
         smallest = float(left.min())
         if not info.any() and smallest > DEPENDENT:
             identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-            inverse = torch.linalg.solve_triangular(lower, identity.expand_as(gram), upper=False)
-            return inverse.mT, smallest
+            return torch.linalg.solve_triangular(lower, identity.expand_as(gram), upper=False).mT, smallest
     return _gram_schmidt(gram, epsilon), 0.0
 
 

@@ -179,7 +179,9 @@ class AutoState(CompressorState):
         return [{**row, "nats": NamedHook.form_named(row["candidate"]).cost} for row in rows]
 
     def compared_options(self) -> dict[str, Any]:
-        return super().compared_options() | {"the trial": self._ended_trial()}
+        num_ranks = None if self._trial is None else self._trial.place[0]
+        trial = self._ended_trial() if num_ranks == self._place.size else None  # not another group's
+        return super().compared_options() | {"the trial": trial}
 
     # --- steps ---
 

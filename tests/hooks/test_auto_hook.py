@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from gradcomp.compress import Recorder
 from gradcomp.compress.checkpoint import average_errors
+from gradcomp.compress.trial import Trial
 from gradcomp.hooks.auto_hook import CANDIDATES, AutoState, auto_hook
 from gradcomp.testing import run_ranks
 from tests.hooks.powersgd_oracle import Bucket, random_gradient
@@ -302,10 +303,11 @@ def test_a_load_begins_a_trial_again(at, is_another):
 
 
 def test_ranks_that_stay_begin_again_with_those_that_load():
-    """Rank 1 is replaced in a trial. It loads what rank 0 has; all ranks have a new group."""
+    """Ranks have trained alone. Rank 1 is replaced in a trial, and loads; all ranks have a new group."""
 
     def run(rank, group):
         state, used = state_of(rank, group, rounds=1), []
+        state._trial = Trial(["none"], (1, 1), 3, 1, 0.05, chosen_at=rank)
         take_steps(state, rank, range(9))
         if rank == 1:
             saved = state.state_dict()
@@ -339,10 +341,8 @@ def test_a_trial_ends_without_times(name, is_everywhere, caplog):
     """After four times the rounds, the first candidate is used on all ranks."""
 
     def run(rank, group):
-        state, used = (
-            state_of(rank, group, candidates=("none", "int8", "int4"), rounds=1, retrial_every=20),
-            [],
-        )
+        used = []
+        state = state_of(rank, group, candidates=("none", "int8", "int4"), rounds=1, retrial_every=20)
         if is_everywhere or rank == 1:
             state._clock._now = BROKEN_CLOCKS[name]()
         for step in range(2 + 4 * 9 + 2):
