@@ -173,8 +173,7 @@ class PowerSGDLayout:
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides that torch gives a contiguous tensor of this shape."""
-    lengths = [max(length, 1) for length in shape]
-    return tuple(math.prod(lengths[dim + 1 :]) for dim in range(len(shape)))
+    return tuple(math.prod(max(each, 1) for each in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @dataclass(frozen=True)
