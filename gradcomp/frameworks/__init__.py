@@ -143,5 +143,5 @@ class CommHook:
             return
         counts = [sum(map(float, each["found_inf_per_device"].values())) for each in overflows.values()]
         if all(counts) and counts[0] > sum(counts[1:]) and self.state.iter > step:
-            self._followed = scaler, None, step  # for once
+            self._followed = scaler, None, step  # not a second time
             self.state.undo_step()  # of several backwards that added to gradients, the last
