@@ -20,7 +20,7 @@ from gradcomp.testing import PropertyFailure, Workload, check_hook, claims_of, p
 from tests.depth import everyday
 from tests.testing import compressors
 from tests.testing.averaging import done, first_element_lost, scaled_mean
-from tests.testing.right_hooks import Keyed
+from tests.testing.right_hooks import EF21, Keyed
 
 PROPERTIES = set(properties.__all__)
 
@@ -280,3 +280,10 @@ def test_the_factor_that_a_hook_tracks_is_named_in_the_advice():
             claims = replace(claims_of(scaled, state), tracks=float(tracks))
             check_hook(scaled, state, claims=claims, only=["tracks_the_mean"], **few).raise_if_failed()
         assert ("tracks=" in failure.message) == (factor > 0)
+
+
+def test_a_claim_that_another_makes_needless_is_not_suggested():
+    only = ["held_back_comes_out", "nonfinite_seen_by_all"]
+    report = check_hook(compressors.hook, EF21, max_examples=6, only=only)
+    assert [failure.property for failure in report.failures] == only
+    assert str(report).endswith("replace(claims_of(hook, make_state), tracks=1)")

@@ -234,7 +234,7 @@ class BucketSteps:
 
 
 # The most compressed steps that `unbiased` runs, its calls of the hook, and their elements; 8 steps always.
-NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 2048, 1 << 22
+NUM_STEPS, NUM_CALLS, NUM_ELEMENTS = 512, 1024, 1 << 22
 
 
 @property_of(
