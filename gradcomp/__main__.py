@@ -81,8 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="info", help="default: %(default)s")
     # Each command parses its own options.
-    options = parser.parse_args(given[:1])
-    COMMANDS[options.command](given[1:])
+    COMMANDS[parser.parse_args(given[:1]).command](given[1:])
 
 
 if __name__ == "__main__":

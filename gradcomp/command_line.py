@@ -83,8 +83,7 @@ def find_callable(name: str, what: str) -> Callable[..., Any]:
 
 def in_words(error: BaseException) -> str:
     """Return an error's class and the first line of its message."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def shown_seconds(value: float) -> str:

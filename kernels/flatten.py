@@ -23,8 +23,7 @@ def _cast_kernel(src_ptr, dst_ptr, numel: tl.int64, scale: tl.float64, BLOCK: tl
     Moves numel · (src bytes + dst bytes): 6 B per element from fp32 to 16 bits.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    length = tl.minimum(numel - start, BLOCK)
-    copy_tile(src_ptr + start, dst_ptr + start, length, scale, BLOCK)
+    copy_tile(src_ptr + start, dst_ptr + start, tl.minimum(numel - start, BLOCK), scale, BLOCK)
 
 
 def cast(src: torch.Tensor, *, out: torch.Tensor, scale: float = 1.0) -> None:

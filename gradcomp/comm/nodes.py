@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..rules import Rule
+from . import torch_private
 from .announcement import say
 from .consistency import require_same_on_all_ranks
-from .process_group import global_ranks_of, joined_group, kept_of, timeout_of
+from .process_group import device_for, global_ranks_of, joined_group, kept_of, timeout_of
+from .reduced_values import ReducedValues
 
 AUTO = "auto"
 _SIZE = "LOCAL_WORLD_SIZE"
@@ -64,17 +66,24 @@ def nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> Nodes:
     return made[ranks_per_node]
 
 
-def _own_group(group: dist.ProcessGroup, lists: list[list[int]]) -> dist.ProcessGroup:
+def _own_group(group: dist.ProcessGroup, lists: list[list[int]]) -> Any:
     """Make a process group of each list of ranks. Return this rank's."""
-    timeout = timeout_of(group)
-    own: dist.ProcessGroup | None
     if group is dist.group.WORLD:
-        own, _ = dist.new_subgroups_by_enumeration(lists, timeout)
-    else:  # the ranks outside the group don't come here
-        (ranks,) = (ranks for ranks in lists if dist.get_rank() in ranks)
-        own = dist.new_group(ranks, timeout, use_local_synchronization=True)
-    assert own is not None
-    return own
+        return dist.new_subgroups_by_enumeration(lists, timeout_of(group))[0]
+    (own,) = (ranks for ranks in lists if dist.get_rank() in ranks)
+    return _new_group(own, [group], timeout_of(group))
+
+
+def _new_group(ranks: list[int], groups: list[dist.ProcessGroup], timeout: Any = None) -> Any:
+    """Make a process group of ranks. All ranks of groups must call this; those outside of them don't.
+
+    torch's name of it holds the number of groups that a rank has joined: all join as many first.
+    """
+    num_joined = torch_private.num_joined_groups()
+    values = ReducedValues("make groups of nodes", [num_joined], groups, device_for(groups[0], ()))
+    for _ in range(num_joined, int(values.wait()[0])):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return dist.new_group(ranks, timeout, use_local_synchronization=True)
 
 
 def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
@@ -90,7 +99,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
     nodes = Nodes(within=mesh.get_group(1), between=mesh.get_group(0))
     group = joined_group(None)
     if mesh.size() != dist.get_world_size():
-        group = dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
+        group = _new_group(sorted(mesh.mesh.flatten().tolist()), [nodes.within, nodes.between])
     assert group is not None
     kept_of(group).setdefault("nodes", {})[nodes.within.size()] = nodes
     return group, nodes.within.size()

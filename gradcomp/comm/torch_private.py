@@ -94,6 +94,11 @@ def not_compiled(function: Function, *, recursive: bool = True) -> Function:
     return function
 
 
+def num_joined_groups() -> int:
+    """Return the number of process groups that this rank has joined, which torch puts into a group's name."""
+    return int(function_of("distributed.distributed_c10d._world.pg_names.__len__")())
+
+
 def ignored_in(module: torch.nn.Module) -> set[str]:
     """Return the names that ignore_for_model has given: a wrapper must not average these parameters."""
     name = "_ddp_params_and_buffers_to_ignore"

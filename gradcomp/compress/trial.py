@@ -98,8 +98,7 @@ def choose(seconds: Sequence[float], tolerance: float, current: int | None = Non
         return first_within(1)
     if (milder := first_within(1 / 2)) < current:
         return milder
-    is_near = seconds[current] <= min(seconds) * (1 + 2 * tolerance)
-    return current if is_near else first_within(1)
+    return current if seconds[current] <= min(seconds) * (1 + 2 * tolerance) else first_within(1)
 
 
 def median_of(seconds: Sequence[float]) -> float:

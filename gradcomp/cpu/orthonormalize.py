@@ -77,5 +77,4 @@ def _gram_schmidt(gram: torch.Tensor, epsilon: float) -> torch.Tensor:
         dependent = left <= DEPENDENT * gram[:, i : i + 1, i : i + 1]
         length = left.clamp(min=0).sqrt() + epsilon
         column.div_(torch.where(dependent, 1.0, length)).masked_fill_(dependent, 0.0)
-    finite = gram.isfinite().all(-1).all(-1)
-    return torch.where(finite[:, None, None], transform, torch.nan)
+    return torch.where(gram.isfinite().all(-1).all(-1)[:, None, None], transform, torch.nan)

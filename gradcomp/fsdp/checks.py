@@ -106,8 +106,7 @@ def require_agreement(
     for shard_group in {id(group.shard_group): group.shard_group for group in groups}.values():
         compare = partial(raise_on_all, whose, compare, shard_group, device, advice, values)
     if replicate_group is not None:
-        places = [group.shard_group.rank() for group in groups]
-        values = values | {"rank in the shard mesh": places}
+        values = values | {"rank in the shard mesh": [group.shard_group.rank() for group in groups]}
         compare = partial(raise_on_all, whose, compare, replicate_group, device, advice, values)
     compare()
 

@@ -302,8 +302,7 @@ class LocalSteps:
         moved, size = exchange.moved, self._group.size()
         if 0 < num_gave < self._num_active:  # ranks that meant to give something have joined
             rest = self._common.minus(exchange.begun or self._own.local(moved))
-            factor = size / num_gave - size / self._num_active
-            self._average(rest, factor, waits_at_once=True).wait()
+            self._average(rest, size / num_gave - size / self._num_active, waits_at_once=True).wait()
             torch._foreach_add_(list(moved.values()), list(rest.values()))
         now = {name: each.clone() for name, each in self._own.local(exchange.begun).items()}
         if num_gave:

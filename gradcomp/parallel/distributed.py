@@ -403,5 +403,4 @@ class _WrappersJoinHook(JoinHook):
             ddp.reducer.join_with_zeros()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        source = highest_rank(self.ddp, is_last_joiner)
-        self.ddp._replicas.copy(source, self.ddp.forward_sync_buffers)
+        self.ddp._replicas.copy(highest_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)

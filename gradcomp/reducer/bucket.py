@@ -212,8 +212,7 @@ class Bucket:
                 views = self.views[where]
                 layout = FlatLayout([view.shape for view in views], [view.stride() for view in views])
                 offset = views[0].storage_offset()
-                part = self.buffer[offset : offset + layout.numel]
-                self._run_of[ends] = where, layout, part, views
+                self._run_of[ends] = where, layout, self.buffer[offset : offset + layout.numel], views
             yield self._run_of[ends]
             start = stop
 

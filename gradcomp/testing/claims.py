@@ -56,8 +56,7 @@ class Tolerance:
 
     def allowed(self, workload: Workload, step: int, index: int) -> Tensor:
         """Return the error allowed in each element of a tensor's average, in float64."""
-        stacked = workload.stacked(step)
-        magnitude = stacked[index].abs().amax(0)
+        magnitude = workload.stacked(step)[index].abs().amax(0)
         if self.of == "bucket":
             indices = workload.buckets[workload.bucket_of(index)]
             magnitude = torch.full_like(magnitude, workload.largest(step, *indices))

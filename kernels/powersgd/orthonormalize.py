@@ -216,8 +216,7 @@ def triangle(gram, own, epsilon, HAS_EPSILON: tl.constexpr, TYPE: tl.constexpr, 
             subtracted = of_row
         factor = tl.where(offs > j, of_row * tl.where(keep, -part, 0.0), 0.0)
         subtracted = tl.where(offs == j, 1.0, subtracted)
-        gone = (row > j) & (col == j)
-        gram = tl.where(gone, 0.0, gram) + factor[:, None] * subtracted[None, :]
+        gram = tl.where((row > j) & (col == j), 0.0, gram) + factor[:, None] * subtracted[None, :]
     keep = remainders > 0.0
     again = tl.max((keep & (remainders < own * SECOND_PASS_BELOW)).to(tl.int32), axis=0)
     inverse = tl.where(keep, 1.0 / (tl.sqrt(tl.where(keep, remainders, 1.0)) + epsilon), 0.0)

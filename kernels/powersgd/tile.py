@@ -69,9 +69,7 @@ def tiles_of(work, matrices_ptr):
     block: in a row of _next_q_work, the index of the norms.
     """
     matrix_ptr = matrices_ptr + tl.load(work + 1) * MATRIX_FIELDS
-    first = tl.load(work + 3).to(tl.int32)
-    last = tl.load(work + 4).to(tl.int32)
-    return matrix_ptr, tl.load(work + 2), first, last
+    return matrix_ptr, tl.load(work + 2), tl.load(work + 3).to(tl.int32), tl.load(work + 4).to(tl.int32)
 
 
 # P and Q are computed times SHRINK, so in matrices of up to 65,536 rows and columns no sum of finite products
@@ -146,8 +144,7 @@ def tile_at(
     offs = offs_row * stride + offs_col
     mask = (offs_row < rows_left) & (offs_col < cols_left)
     if not ALIGNED:
-        left = tl.minimum(numel - start, 2**31 - 1).to(tl.int32)
-        mask = mask & (offs < left)
+        mask = mask & (offs < tl.minimum(numel - start, 2**31 - 1).to(tl.int32))
     return start_ptr + offs, mask
 
 

@@ -135,8 +135,7 @@ def _quantize_kernel(
         store_scales(payload_ptr, tl.load(work + 6), scale, third, BLOCKS)
         tl.store(error + offs, tl.where(is_own, values, lost), mask=mask & (scale == scale)[:, None])
     else:
-        exact = (payload_ptr + third).to(tl.pointer_type(EXACT))
-        copy_tile(grad, exact, length, 1.0, COPY_BLOCK)
+        copy_tile(grad, (payload_ptr + third).to(tl.pointer_type(EXACT)), length, 1.0, COPY_BLOCK)
 
 
 @triton.constexpr_function
@@ -330,5 +329,4 @@ def _dequantize_kernel(
         codes = load_codes(codes_at(payload_ptr, tl.load(work + 5), SIZE, BITS), third, BLOCKS, SIZE, BITS)
         store_gradients(grad, decode(codes, scale, ACC, BITS, LIMIT), length, third, BLOCKS, SIZE)
     else:
-        exact = (payload_ptr + third).to(tl.pointer_type(EXACT))
-        copy_tile(exact, grad, length, 1.0, COPY_BLOCK)
+        copy_tile((payload_ptr + third).to(tl.pointer_type(EXACT)), grad, length, 1.0, COPY_BLOCK)

@@ -47,8 +47,7 @@ class Access:
         return self.count <= clock.get(self.stream, 0)
 
     def conflicts_with(self, other: Access) -> bool:
-        overlaps = self.start < other.stop and other.start < self.stop
-        return overlaps and (self.is_write or other.is_write)
+        return self.start < other.stop and other.start < self.stop and (self.is_write or other.is_write)
 
 
 @dataclass(frozen=True)

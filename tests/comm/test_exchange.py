@@ -47,8 +47,7 @@ def test_nccl_sums_whichever_backends_a_group_has(rank, config):
         mock.patch.object(dist, "reduce_scatter_tensor") as reduce_scatter_tensor,
     ):
         run_through(reduce_scatter(torch.zeros(4), torch.zeros(1, 4), dist.group.WORLD))
-    calls = reduce_scatter_tensor.call_count
-    assert calls == 1
+    assert reduce_scatter_tensor.call_count == 1
 
 
 @pytest.mark.ranks(4)

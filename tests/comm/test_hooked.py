@@ -18,8 +18,7 @@ def test_states_of_every_kind_get_another_group_and_what_they_can_take():
         assert hooked.group is (group if state is group else None)
         after = hooked.regroup(group)
         assert after.group is (None if state is own else group)
-        is_group = state is None or state is group
-        assert after.state is (group if is_group else state)
+        assert after.state is (group if state is None or state is group else state)
         after.tell("number_parameters", [])
         after.undo(None)  # nobody keeps anything to take back
         assert after.keep_undo is (False if isinstance(state, QuantizationState) else None)

@@ -22,8 +22,7 @@ def test_no_caller_of_hooks_has_work_out_of_order(traced):
 
 
 def test_buckets_are_compressed_while_others_are_on_the_wire(traced):
-    apart = [name for name, found in traced["hooks"].items() if not found["overlaps"]]
-    assert apart == ["noop_hook"]
+    assert [name for name, found in traced["hooks"].items() if not found["overlaps"]] == ["noop_hook"]
 
 
 def test_collectives_have_the_pipelines_order(traced):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradcomp
-from gradcomp.comm import exchange, process_group, torch_private
+from gradcomp.comm import exchange, nodes, process_group, torch_private
 from gradcomp.compress import agreement
 from gradcomp.frameworks import CommHook
 from gradcomp.fsdp import compress_reduce_scatter, param_groups
@@ -47,8 +47,7 @@ def train():
 
 
 def ignore():
-    wrapper = gradcomp.DistributedDataParallel
-    wrapper._set_params_and_buffers_to_ignore_for_model(nn.Linear(2, 2), ["bias"])
+    gradcomp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(nn.Linear(2, 2), ["bias"])
 
 
 def take_over():
@@ -66,6 +65,10 @@ def all_reduce_traced():
 def look_at_the_group():
     process_group.timeout_of(dist.group.WORLD)
     process_group.require_group("a test", dist.group.WORLD)
+
+
+def make_groups_of_nodes():
+    nodes._new_group([0], [dist.group.WORLD])
 
 
 def post_ahead():
@@ -102,6 +105,7 @@ USES = {
     "torch.distributed.algorithms.join.Joinable._join_config": train,
     "torch.amp.GradScaler._per_optimizer_states": follow,
     "torch.distributed._functional_collectives.all_reduce": all_reduce_traced,
+    "torch.distributed.distributed_c10d._World.pg_names": make_groups_of_nodes,
     "torch.distributed.ProcessGroup._device_types": look_at_the_group,
     "torch.distributed.ProcessGroup._get_backend": look_at_the_group,
     "torch._C._distributed_c10d.Backend.Options._timeout": look_at_the_group,

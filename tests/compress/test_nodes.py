@@ -4,6 +4,7 @@ import io
 import os
 from contextlib import redirect_stderr
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -342,8 +343,7 @@ def test_ranks_that_do_not_fill_the_last_node():
 def on_a_mesh(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
     state = QuantizationState(mesh, bits=4, block_size=16)
-    by_number = state_of(4, 2)
-    return [take_step(each, rank, 0)[1] for each in (state, by_number)], state.ranks_per_node
+    return [take_step(each, rank, 0)[1] for each in (state, state_of(4, 2))], state.ranks_per_node
 
 
 def test_a_mesh_as_process_group(run_ranks):
@@ -366,6 +366,21 @@ def test_errors_follow_to_other_nodes_of_as_many_ranks(run_ranks):
     runs = run_ranks(on_other_nodes, 4)
     inputs, errors = means(runs)
     assert relative(runs[0][1] + errors, inputs) < 1e-6
+
+
+def after_groups_of_some(rank):
+    """Take steps on nodes of ranks 0 and 1 of three, of which rank 0 has joined more groups before."""
+    groups = [dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in ([0, 2], [0, 1], [0, 2])]
+    if rank == 2:
+        DeviceMesh("cpu", [[0, 1]])
+        return
+    by_number = take_step(state_of(4, 2, process_group=groups[1]), rank, 0)[1]
+    state = QuantizationState(DeviceMesh("cpu", [[0, 1]]), bits=4, block_size=16)
+    assert torch.equal(take_step(state, rank, 0)[1], by_number)
+
+
+def test_ranks_that_have_joined_different_numbers_of_groups(run_ranks):
+    run_ranks(after_groups_of_some, 3)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "all", None])

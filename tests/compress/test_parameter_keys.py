@@ -99,8 +99,7 @@ def test_layers_of_the_same_shapes_are_not_searched_for_deleted_ones(monkeypatch
     keys, searches = ParameterKeys(), []
     monkeypatch.setattr(gc, "collect", lambda: searches.append(1))
     layers = [tensors([(2, 3), (3,)]) for _ in range(20)]
-    found = [brought(keys, layer, [0, 1])[0] for layer in layers]
-    assert len(set(flat(found))) == 40
+    assert len(set(flat([brought(keys, layer, [0, 1])[0] for layer in layers]))) == 40
     assert searches == []
     keys.of_step.clear()
     brought(keys, others := tensors([(2, 3), (3,)]), [0, 1])

@@ -49,8 +49,7 @@ def test_no_element_is_off_by_more_than_half_a_step(bits, dtype, magnitude):
     rounding = 1e-6 * exact + 2.0**-149  # of a quotient in fp32
     assert (scale >= exact - rounding).all()
     assert (scale <= exact * (1 + 2**-7) + 2.0**-133 + rounding).all()
-    half_a_step = scale / 2 + largest_code * rounding
-    assert ((wide - out.double()).abs() <= half_a_step[:, None]).all()
+    assert ((wide - out.double()).abs() <= (scale / 2 + largest_code * rounding)[:, None]).all()
     assert ((wide - out.double() - lost.double()).abs() <= rounding[:, None]).all()
     assert not out[:, 1].any()
     if magnitude >= 1e-38:
@@ -132,8 +131,7 @@ def test_unusual_blocks_change_nothing_for_others(bits, dtype):
     values[[24, 25, 26], 3] = torch.tensor([math.inf, -math.inf, math.nan], dtype=dtype)
     together = quantized(values, bits)
     for row in range(len(values)):
-        alone = quantized(values[row : row + 1], bits)
-        for one, other in zip(alone, together, strict=True):
+        for one, other in zip(quantized(values[row : row + 1], bits), together, strict=True):
             assert torch.equal(one[0].nan_to_num(), other[row].nan_to_num())
     _, _, out, lost = together
     finite = values[values.isfinite().all(1)].double()

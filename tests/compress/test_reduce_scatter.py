@@ -80,8 +80,7 @@ def test_nothing_is_lost(plain_torch, form, dtype, bits):
 
 
 def steps_on_device(rank, bits):
-    options = {"bits": bits, "start_iter": 1}
-    return steps(rank, dist.group.WORLD, torch.float32, 4, options, on_device)
+    return steps(rank, dist.group.WORLD, torch.float32, 4, {"bits": bits, "start_iter": 1}, on_device)
 
 
 def test_nothing_is_lost_on_the_ranks_devices(run_group):
@@ -115,8 +114,7 @@ def test_without_errors(plain_torch, world_size, ranks_per_node, options):
     relative = 2.0**-8 if options["bits"] == 16 else 0.01
     for step in range(2):
         expected = exact_sum(world_size, step, layout, torch.float32)
-        found = sums_of(ranks, step, layout)
-        assert 0 < (found - expected).norm() <= relative * expected.norm()
+        assert 0 < (sums_of(ranks, step, layout) - expected).norm() <= relative * expected.norm()
     assert all(error_in(each) is None for _, each in ranks)
 
 

@@ -51,8 +51,7 @@ def test_an_option_assigned_later_is_logged(caplog):
     state = PowerSGDState(None, 8)
     state.matrix_approximation_rank = 4
     assert not any("changed at step" in text for text in caplog.messages)  # before the first step
-    saved = state.state_dict() | {"iter": 70}
-    state.load_state_dict(saved)
+    state.load_state_dict(state.state_dict() | {"iter": 70})
     state.matrix_approximation_rank = 2
     assert "PowerSGD: changed at step 70: matrix_approximation_rank from 4 to 2." in caplog.messages
 

@@ -50,8 +50,7 @@ def test_every_property_of_the_kit():
     def make_state(group):
         return QuantizationState(group, bits=16)
 
-    claims = claims_of(quantization_hook, make_state)
-    assert claims.precision == torch.bfloat16
+    assert claims_of(quantization_hook, make_state).precision == torch.bfloat16
     check_hook(quantization_hook, make_state, max_examples=everyday(2, 4)).raise_if_failed()
 
 

@@ -167,8 +167,7 @@ def branches_in_turn(rank, library, options):
 @pytest.mark.parametrize(("library", "as_view"), mixed([TORCH, OURS], [False, True]))
 def test_branches_in_turn_are_steps_of_their_own(run_ranks, library, as_view):
     options = {"skip_all_reduce_unused_params": True, "gradient_as_bucket_view": as_view}
-    ranks = run_ranks(branches_in_turn, 2, library, options)
-    for counted, undone, refusal in ranks:
+    for counted, undone, refusal in run_ranks(branches_in_turn, 2, library, options):
         assert counted == list(range(1, 2 * STEPS + 1))
         assert undone == [(2 * STEPS, True)] * 2
         assert bool(refusal) == (library is TORCH)

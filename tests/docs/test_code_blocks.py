@@ -71,8 +71,7 @@ def test_the_tables_name_blocks_that_there_are():
 def test_blocks_are_found_as_they_stand():
     text = "a\n```python\nx = 1\n\ny = 2\n```\n- b\n    ```\n    make\n    ```\n"
     text += "````text\n```\n````\n```python\nz\n```\n"
-    found = [(b.key[1], b.line, b.language, b.source) for b in blocks_in(text, "p.md")]
-    assert found == [
+    assert [(b.key[1], b.line, b.language, b.source) for b in blocks_in(text, "p.md")] == [
         (0, 3, "python", "x = 1\n\ny = 2\n"),
         (0, 9, "", "make\n"),
         (0, 12, "text", "```\n"),

@@ -83,8 +83,7 @@ def new_grid(num_replicas=2, num_shards=2, device_type="cpu"):
     names, options = ("replicate", "shard"), {}
     if device_type != "cpu":  # a mesh of GPUs may choose NCCL for a group on gloo
         options["backend_override"] = dict.fromkeys(names, dist.get_backend())
-    shape = (num_replicas, num_shards)
-    return Grid(init_device_mesh(device_type, shape, mesh_dim_names=names, **options))
+    return Grid(init_device_mesh(device_type, (num_replicas, num_shards), mesh_dim_names=names, **options))
 
 
 def sharded(mesh, model=None, **options):

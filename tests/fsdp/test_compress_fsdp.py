@@ -52,8 +52,7 @@ def train_both(rank, form):
 
 
 def test_it_does_what_its_parts_do(run_ranks):
-    forms = everyday(["hierarchical", "HSDP", "int4 between replicas"], list(FORMS))
-    cases = [(form,) for form in forms]
+    cases = [(form,) for form in everyday(["hierarchical", "HSDP", "int4 between replicas"], list(FORMS))]
     ranks = run_ranks(run_cases, RANKS, train_both, cases, timeout_s=240)
     for results in ranks:
         assert [is_same for is_same, _ in results] == [True] * len(cases)
@@ -67,8 +66,7 @@ def test_it_does_what_its_parts_do(run_ranks):
     # Between two replicas they have 17 rows. Gradients in 16 bits are all of them.
     first = first.replace("117", "221").replace("108", "204")
     assert first.format(8, 16, 221, "torch averages replicas") in lines["HSDP"]
-    averages = "quantization_hook averages replicas"
-    assert first.format(8, 4, 204, averages) in lines["int4 between replicas"]
+    assert first.format(8, 4, 204, "quantization_hook averages replicas") in lines["int4 between replicas"]
     for lines_of_form in lines.values():
         assert len(lines_of_form) == 5
         assert "layers.0: " in lines_of_form[2]

@@ -41,8 +41,7 @@ def payloads_alive(rank, form):
         at_most = max(at_most, num_alive())
 
     with mock.patch.object(GatherWork, "__init__", starting):
-        handles = [layer.unshard(async_op=True) for layer in model[:3]]
-        for handle in handles:
+        for handle in [layer.unshard(async_op=True) for layer in model[:3]]:
             alive.append(num_alive())
             handle.wait()
         alive.append(num_alive())
@@ -55,8 +54,7 @@ def payloads_alive(rank, form):
 
 
 def test_a_payload_lives_as_long_as_its_gather(run_ranks):
-    cases = [("shards",), ("hierarchical",)]
-    for results in run_ranks(run_cases, RANKS, payloads_alive, cases):
+    for results in run_ranks(run_cases, RANKS, payloads_alive, [("shards",), ("hierarchical",)]):
         assert results == [([3, 2, 1, 0, 0], 1, 3 + 4 + 4)] * 2
 
 
@@ -95,8 +93,7 @@ def wait_in_another_order(rank):
     handles = [layer.unshard(async_op=True) for layer in model]
     for handle in handles if rank % 2 else reversed(handles):
         handle.wait()
-    pairs = zip(model, whole, strict=True)
-    return [(layer.weight - weight).abs().max().item() for layer, weight in pairs]
+    return [(layer.weight - weight).abs().max().item() for layer, weight in zip(model, whole, strict=True)]
 
 
 def test_ranks_of_a_node_may_wait_in_another_order(run_ranks):
@@ -129,8 +126,7 @@ def bytes_sent(rank, form):
 
 def test_codes_cross_each_network_card_once(run_ranks):
     """Of fp32, 8 bits and scales are 3.9 times fewer bytes; the bias is exact."""
-    cases = [("shards",), ("hierarchical",)]
-    for results in run_ranks(run_cases, RANKS, bytes_sent, cases):
+    for results in run_ranks(run_cases, RANKS, bytes_sent, [("shards",), ("hierarchical",)]):
         numel = WIDTH * WIDTH // RANKS
         row = numel + numel // 128 * 2 + WIDTH // RANKS * 4
         assert results == [(2 * row, row), (row, 2 * row)]

@@ -128,8 +128,7 @@ def step_of_both(rank, options, shapes, **own):
     options = {"process_group": None, "start_powerSGD_iter": START, **options}
     theirs = torch_powersgd.PowerSGDState(**options)
     for step in range(START + 3):
-        bucket = Bucket(random_gradient(shapes, rank, step), shapes)
-        torch_powersgd.powerSGD_hook(theirs, bucket).wait()
+        torch_powersgd.powerSGD_hook(theirs, Bucket(random_gradient(shapes, rank, step), shapes)).wait()
     ours = continued_from(theirs, shapes, **own)
     gradient = random_gradient(shapes, rank, 99)
     their_output = torch_powersgd.powerSGD_hook(theirs, Bucket(gradient.clone(), shapes)).wait()

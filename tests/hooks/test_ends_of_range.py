@@ -83,8 +83,7 @@ def gradients_of(dtype, world_size, kind, num_steps):
 
 def check_mean(name, dtype, world_size, kind, num_steps=5):
     gradients = gradients_of(dtype, world_size, kind, num_steps)
-    runs = run_ranks(steps_of, world_size, name, gradients)
-    for step, of_ranks in enumerate(zip(*runs, strict=True)):
+    for step, of_ranks in enumerate(zip(*run_ranks(steps_of, world_size, name, gradients), strict=True)):
         mean = torch.stack([of_rank[step].double() for of_rank in gradients]).mean(0)
         for output, is_finite in of_ranks:
             assert torch.equal(output, of_ranks[0][0])

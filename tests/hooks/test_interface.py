@@ -58,8 +58,7 @@ def test_modules_mirror_torch(name):
 def test_quantization_hooks_have_torchs_signatures(hook):
     """This test has a list of hooks, since torch's module has no __all__."""
     theirs = inspect.signature(getattr(torch_hooks.quantization, hook.__name__)).parameters
-    ours = inspect.signature(hook).parameters
-    assert {name: each.default for name, each in ours.items()} == {
+    assert {name: each.default for name, each in inspect.signature(hook).parameters.items()} == {
         name: each.default for name, each in theirs.items()
     }
 

@@ -127,8 +127,7 @@ def different_groups(rank):
 def test_states_of_different_groups_end_with_an_error(run_ranks):
     with pytest.raises(RankError) as raised:
         run_ranks(different_groups, 2)
-    message = "on rank 0 averages over ranks [0, 1], but these have not come"
-    assert message in str(raised.value)
+    assert "on rank 0 averages over ranks [0, 1], but these have not come" in str(raised.value)
     assert "rank 1, which averages over ranks [1]" in str(raised.value)
 
 

@@ -48,8 +48,7 @@ def test_compression_stats_of_the_batched_hook():
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": START}
     ((stats, _),) = simulate(count, 1, "gradcomp", "batched_powerSGD_hook", options, START + 1)
     before = [64 * 48 + 7 + 40 * 90 + 64 * 48 + 9, 64 * 48 + 40 * 90 + 7]
-    sides = [99, 82]
-    assert stats[-1][1][1:] == (sum(before), sum(2 * 2 * side for side in sides))
+    assert stats[-1][1][1:] == (sum(before), sum(2 * 2 * side for side in [99, 82]))
 
 
 @pytest.mark.simulated_ranks(1)

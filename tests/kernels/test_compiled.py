@@ -78,8 +78,7 @@ def check_every_kernel_is_compiled(report):
 
 
 def check_nothing_spills(report):
-    spilling = {name: facts for name, facts in report.items() if facts["spilled_bytes"]}
-    assert not spilling
+    assert not {name: facts for name, facts in report.items() if facts["spilled_bytes"]}
     local = {
         name: facts for name, facts in report.items() if any(op[2] == "L" for op in facts.get("memory", ()))
     }

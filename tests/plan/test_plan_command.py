@@ -50,8 +50,7 @@ def plan(capsys, *arguments):
 
 def row_of(output, hook):
     """Return the cells of a hook's row, its name first."""
-    line = next(line for line in output.splitlines() if re.split("  +", line)[0] == hook)
-    return re.split("  +", line)
+    return re.split("  +", next(line for line in output.splitlines() if re.split("  +", line)[0] == hook))
 
 
 def documented():

@@ -13,8 +13,7 @@ SHAPES = ((12, 7), (5,), (4, 3, 2, 2), (1, 1))
 
 
 def test_the_repr_is_the_recipe():
-    short = Workload(((1, 1),))
-    assert repr(short) == "Workload(shapes=((1, 1),))"
+    assert repr(Workload(((1, 1),))) == "Workload(shapes=((1, 1),))"
     full = Workload(
         *(SHAPES, ((3, 2), (1, 0)), 3, 4, torch.bfloat16, ("zero", "flat"), 2, (-3, 8), 0.5, 1.0, 0.1, 9),
         order=(2, 0, 1),
@@ -39,8 +38,7 @@ def test_gradients_are_fresh_copies_of_the_same_numbers():
 
 @pytest.mark.parametrize("spectrum", ["flat", "low_rank", "power_law", "clustered", "zero"])
 def test_the_signal_has_its_spectrum_and_scale(spectrum):
-    workload = Workload(((24, 16),), spectra=(spectrum,), rank=3, log2_scale=(5,))
-    (gradient,) = workload.mean(0)
+    (gradient,) = Workload(((24, 16),), spectra=(spectrum,), rank=3, log2_scale=(5,)).mean(0)
     values = torch.linalg.svdvals(gradient)
     expected = {
         "flat": torch.ones(16),

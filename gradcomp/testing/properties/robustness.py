@@ -184,8 +184,7 @@ def same_in_processes(subject: Subject, workload: Workload) -> None:
 
     Each process has another PYTHONHASHSEED, so hash(str) and the order of sets differ.
     """
-    quiet = partial(_quietly, subject.hook)
-    real = replace(subject, hook=quiet, ranks="gloo")
+    real = replace(subject, hook=partial(_quietly, subject.hook), ranks="gloo")
     replicas_identical.check(real, workload)
     real.finite_run(workload)
 

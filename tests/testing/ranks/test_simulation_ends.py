@@ -73,8 +73,7 @@ def test_ranks_that_disagree_are_told_where(first: Any, second: Any, messages: t
 
 def test_split_sizes_that_do_not_fit_are_a_mismatch() -> None:
     def function(rank: int, group: dist.ProcessGroup) -> None:
-        sizes = [[1, 2], [2, 1]][rank]
-        dist.all_to_all_single(torch.zeros(3), torch.zeros(3), [1, 2], sizes)
+        dist.all_to_all_single(torch.zeros(3), torch.zeros(3), [1, 2], [[1, 2], [2, 1]][rank])
 
     with pytest.raises(
         CollectiveMismatch, match=r"rank 0 sends \[\[2\]\] to rank 1, which expects \[\[1\]\]"
