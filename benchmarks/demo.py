@@ -80,8 +80,7 @@ def draw(records: list[Row], path: Path, over: str) -> None:
         for index, record in enumerate(records):
             steps, losses = zip(*record["validation_losses"][1:], strict=True)
             for axes, of_steps, unit in ((by_time, "step_s", 1), (by_bytes, "step_bytes", 1e6)):
-                so_far = list(accumulate(record[of_steps]))
-                x = [so_far[step - 1] / unit for step in steps]
+                x = [sum(record[of_steps][:step]) / unit for step in steps]
                 axes.plot(x, losses, color=COLORS[index % len(COLORS)], linewidth=2, label=record["hook"])
         by_time.set_title(f"a small GPT over {over}", loc="left", fontsize="medium")
         by_time.set(xlabel="seconds of training", ylabel="validation loss")

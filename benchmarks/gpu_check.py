@@ -115,8 +115,7 @@ class Part:
 def tests_of_kernels() -> tuple[str, ...]:
     """Return the files of tests/kernels without ARRIVAL, beginning with FIRST."""
     paths = (ROOT / "tests" / "kernels").rglob("test_*.py")
-    files = sorted({str(path.relative_to(ROOT)) for path in paths} - {*FIRST, ARRIVAL})
-    return (*FIRST, *files)
+    return (*FIRST, *sorted({str(path.relative_to(ROOT)) for path in paths} - {*FIRST, ARRIVAL}))
 
 
 PARTS = (
@@ -206,8 +205,7 @@ def run_part(part: Part, args: argparse.Namespace, failed: Sequence[str]) -> dic
 def missing(device: str) -> str | None:
     """Return the reason why nothing can be run here, or None if there is none."""
     try:
-        names = ("torch", "triton", "numpy", "pytest", "hypothesis")
-        torch, *_ = map(importlib.import_module, names)
+        torch, *_ = map(importlib.import_module, ("torch", "triton", "numpy", "pytest", "hypothesis"))
     except ImportError as error:
         return f"this Python ({sys.executable}) lacks {error.name}"
     found = importlib.util.find_spec("tests.claimed")

@@ -115,8 +115,7 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
     of local steps few exchange anything. auto_hook's steps are timed after its choice.
     """
     task = WORKLOADS[job["model"]](dist.get_rank(), dist.get_world_size())
-    auto_options = {"random_seed": job["run"]}
-    averaged = Averaged(task.net, name_of(job), START_ITER, auto_options=auto_options)
+    averaged = Averaged(task.net, name_of(job), START_ITER, auto_options={"random_seed": job["run"]})
     # One pass, where the default takes eleven, longer than forward and backward of the MLP.
     optimizer = torch.optim.AdamW(task.net.parameters(), lr=1e-3, fused=True)
     step = partial(train_step, task, averaged, optimizer)

@@ -54,8 +54,7 @@ def shard(net: nn.Module, name: str, start_iter: int = 0) -> None:
     weights, gradients = weights_and_gradients(name)
     dtypes = {"param_dtype": TORCHS.get(weights), "reduce_dtype": TORCHS.get(gradients) or torch.float32}
     policy: Any = MixedPrecisionPolicy(**dtypes, output_dtype=torch.float32)
-    layers = net if isinstance(net, nn.Sequential) else net.get_submodule("blocks")
-    for layer in layers.children():
+    for layer in (net if isinstance(net, nn.Sequential) else net.get_submodule("blocks")).children():
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(**dtypes))
     fully_shard(net, mp_policy=policy)

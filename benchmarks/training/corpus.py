@@ -65,8 +65,7 @@ def read_once(folders: Sequence[str], sequence: int, num_windows: int) -> tuple[
             f"{num_bytes:,} bytes are to be read once, but the sources of Python and of its packages "
             f"have {len(text):,}: train a smaller model, on fewer tokens, or install more packages"
         )
-    windows = text.unfold(0, sequence + 1, sequence + 1)
-    return windows[:num_windows], held_out
+    return text.unfold(0, sequence + 1, sequence + 1)[:num_windows], held_out
 
 
 def _read(paths: Iterator[Path], num_bytes: int) -> list[bytes]:

@@ -88,7 +88,7 @@ class Recorder:
             )
         return {
             "bytes_per_step": self.step_bytes[-1],
-            # In the first half DDP rebuilds its buckets, caches fill, and auto_hook tries its candidates.
+            # In the first half DDP rebuilds its buckets, and caches fill.
             "ms_per_step": statistics.mean(self.step_s[self.steps // 2 :]) * 1e3,
             "validation_loss": self.validation_losses[-1][1],
             "losses": mean_over_ranks(self.losses).tolist(),
@@ -129,8 +129,7 @@ PER_STEP = ("losses", "step_bytes", "step_s")  # lists in a row
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[int, str, str]]:
     """Yield (seed, task, hook) of every run, seed by seed, so that stopping early leaves finished seeds."""
-    seeds = range(options.seed, options.seed + options.seeds)
-    return product(seeds, options.tasks, options.hooks)
+    return product(range(options.seed, options.seed + options.seeds), options.tasks, options.hooks)
 
 
 def recorded(options: argparse.Namespace) -> dict[tuple[int, str, str], Row]:
@@ -161,8 +160,13 @@ def train(
         task.net.compile()
     recorder = Recorder(task.steps, wire, options.validations, name == ALONE, device)
     start_iter = recorder.every
-    auto_options = {"start_iter": start_iter, "rounds": 1}  # a short trial, for a short run
-    averaged = Averaged(task.net, name, start_iter, BUCKET_CAP_MB, auto_options)
+    averaged = Averaged(task.net, name, start_iter, BUCKET_CAP_MB)
+    if averaged.auto is not None:  # a trial may take more steps than this training has
+        draw = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size()).draw
+        while averaged.auto.choice is None:
+            inputs, classes = draw()
+            loss_of(averaged.model(inputs.to(device)), classes.to(device)).backward()
+            task.net.zero_grad()
     optimizers = task.optimizers(task.net, task.learning_rate if learning_rate is None else learning_rate)
 
     def rate(step: int) -> float:

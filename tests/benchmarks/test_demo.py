@@ -74,10 +74,11 @@ def ranks_of(demo: subprocess.Popen) -> list[int]:
 def test_a_whole_demo(start, tmp_path):
     hooks = everyday(["powersgd:2:int8"], ["powersgd:2", "powersgd:2:int8", "batched:2"])
     steps, plain = 14, 2
-    demo = start("--hook", ",".join(["none", *hooks, "fp16"]), "--steps", str(steps))
+    demo = start("--hook", ",".join(["none", *hooks, "fp16", "auto"]), "--steps", str(steps))
     status, output = demo.wait(timeout=TIMEOUT_S), demo.output.read_text()
     assert status == 0, output
-    none, *power_sgds, fp16 = read(tmp_path / "demo.jsonl")
+    none, *power_sgds, fp16, auto = read(tmp_path / "demo.jsonl")
+    assert f"chose {auto['choice']}" in output
     assert f"none{none['bytes_per_step']:>21,}    1.0×" in output
     assert f"fp16{fp16['bytes_per_step']:>21,}    2.0×" in output
     # Weights: two embeddings, a block (12 width² + 13 width), the last norm, the head; 4 bytes each.
@@ -163,8 +164,7 @@ def test_a_busy_machine_gives_no_times():
 
 
 def test_the_meter_counts_what_is_handed_to_collectives(tmp_path):
-    store = (tmp_path / "store").as_uri()
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     try:
         with Wire() as wire:
             dist.all_reduce(torch.zeros(1000))
