@@ -77,12 +77,12 @@ def _own_group(group: dist.ProcessGroup, lists: list[list[int]]) -> Any:
 def _new_group(ranks: list[int], groups: list[dist.ProcessGroup], timeout: Any = None) -> Any:
     """Make a process group of ranks. All ranks of groups must call this; those outside of them don't.
 
-    torch's name of it holds the number of groups that a rank has joined: all join as many first.
+    torch's name has the number of joined groups. All join as many first, on gloo: NCCL's may need all ranks.
     """
     num_joined = torch_private.num_joined_groups()
     values = ReducedValues("make groups of nodes", [num_joined], groups, device_for(groups[0], ()))
     for _ in range(num_joined, int(values.wait()[0])):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     return dist.new_group(ranks, timeout, use_local_synchronization=True)
 
 
