@@ -133,8 +133,7 @@ def measure(
 ) -> list[float]:
     """Train until the state has chosen. No weight changes, so all steps are alike. A collective.
 
-    Returns the median times of a step with noop and without compression, which take turns, in ms, on the
-    slowest rank.
+    Returns the slowest rank's median ms of a step with noop and without compression, which take turns.
     """
     hooks = [partial(noop_hook, None), partial(allreduce_hook, None)]
     in_use: partial[Any] = hooks[0]

@@ -113,8 +113,7 @@ class ShardBucket(GradBucket):
     buffer: [world size · n], in the order of a ShardLayout: row r has rank r's piece of every gradient. So
         no gradient is in one piece: `gradients` has no meaning.
     parameters: in their whole shapes.
-    shard: [n], in the buffer's dtype; gets the sum over the ranks of this rank's row. The hook may change the
-        buffer.
+    shard: [n], in the buffer's dtype; gets the ranks' sum of this rank's row. The buffer may change.
     """
 
     def __init__(

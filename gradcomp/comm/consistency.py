@@ -1,8 +1,7 @@
 """Checks that all ranks come to a collective, and agree on its contents, before it starts.
 
 A collective that one rank issues alone meets another collective, or none. It ends with the time-out, and the
-error doesn't name the cause. In the store a rank sees which ranks are missing, and leaves a note of the call
-that it waits in.
+error doesn't name the cause. In the store ranks see which are missing, and note the calls they wait in.
 
 To compare values, the ranks exchange a digest in one all-gather, and where digests differ, the values.
 """

@@ -53,8 +53,7 @@ if not hasattr(dist.ProcessGroup, _OF_GROUP[0]):
 # Their options, which a group of a class in Python, such as torchft's, may require.
 SUM, _TO_ALL, _GATHER = dist.AllreduceOptions(), dist.AllToAllOptions(), AllgatherOptions()
 
-# The tags of messages without and with a channel. They are large: a program's own messages on the group
-# hardly have such tags.
+# The tags of messages without and with a channel: large, as a program's own messages hardly have such tags.
 _FIRST_TAG, _NUM_TAGS = 2**30, 2**29
 _FIRST_OF_CHANNELS, _NUM_OF_CHANNEL = 2**30 + 2**29, 2**24
 # In front of a channel's message: the exchange's number, its kind and the message's bytes, in int64.

@@ -25,6 +25,7 @@ from .process_group import device_for, global_ranks_of, joined_group, kept_of, t
 from .reduced_values import ReducedValues
 
 AUTO = "auto"
+LEAST_NUMBER = 1000  # in the names of groups of nodes; other groups have the numbers below
 _SIZE = "LOCAL_WORLD_SIZE"
 _IN_ORDER = "whether the ranks of a node follow one another"
 
@@ -77,13 +78,22 @@ def _own_group(group: dist.ProcessGroup, lists: list[list[int]]) -> Any:
 def _new_group(ranks: list[int], groups: list[dist.ProcessGroup], timeout: Any = None) -> Any:
     """Make a process group of ranks. All ranks of groups must call this; those outside of them don't.
 
-    torch's name has the number of joined groups. All join as many first, on gloo: NCCL's may need all ranks.
+    torch's name of it has the ranks, and the number of groups that this rank has joined. Other ranks may have
+    another number, and it falls when groups end. So it is a new one for a moment, the same on all ranks.
     """
-    num_joined = torch_private.num_joined_groups()
-    values = ReducedValues("make groups of nodes", [num_joined], groups, device_for(groups[0], ()))
-    for _ in range(num_joined, int(values.wait()[0])):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return dist.new_group(ranks, timeout, use_local_synchronization=True)
+    assert dist.group.WORLD is not None
+    names, kept = torch_private.names_of_groups(), kept_of(dist.group.WORLD)
+    own = max(len(names), kept.get("next number of a group", LEAST_NUMBER))
+    values = ReducedValues("make groups of nodes", [own], groups, device_for(groups[0], ()))
+    number = int(values.wait()[0])
+    kept["next number of a group"] = number + 1
+    added = {object(): "" for _ in range(len(names), number)}
+    names.update(added)
+    try:
+        return dist.new_group(ranks, timeout, use_local_synchronization=True)
+    finally:
+        for each in added:
+            del names[each]
 
 
 def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
@@ -98,7 +108,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
         )
     nodes = Nodes(within=mesh.get_group(1), between=mesh.get_group(0))
     group = joined_group(None)
-    if mesh.size() != dist.get_world_size():
+    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
         group = _new_group(sorted(mesh.mesh.flatten().tolist()), [nodes.within, nodes.between])
     assert group is not None
     kept_of(group).setdefault("nodes", {})[nodes.within.size()] = nodes

@@ -94,9 +94,10 @@ def not_compiled(function: Function, *, recursive: bool = True) -> Function:
     return function
 
 
-def num_joined_groups() -> int:
-    """Return the number of process groups that this rank has joined, which torch puts into a group's name."""
-    return int(function_of("distributed.distributed_c10d._world.pg_names.__len__")())
+def names_of_groups() -> Any:
+    """Return torch's dict of the names of the process groups that this rank has joined."""
+    require_names(world := function_of("distributed.distributed_c10d._world"), "pg_names")
+    return world.pg_names
 
 
 def ignored_in(module: torch.nn.Module) -> set[str]:

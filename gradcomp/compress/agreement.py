@@ -1,7 +1,6 @@
 """What the ranks of a state agree on in its first step: that they are alike, the nodes, and the delay.
 
-And what ranks that join take over from others: the number of steps, options and directions. Errors are a
-rank's own.
+And what ranks that join take over from others: the number of steps, options, directions, but no errors.
 """
 
 import ctypes
@@ -53,7 +52,8 @@ def agree(state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.Proce
 
     Returns this rank's place: nodes and round trip are the same on all ranks.
 
-    Raises RuntimeError on every rank if options or buckets differ between ranks.
+    Raises RuntimeError on every rank if options or buckets differ between ranks. Directions that differ, as
+    where groups have merged, are forgotten.
     """
     whose, buffer = f"{hook_name}'s state", bucket.buffer()
     values = {
@@ -62,7 +62,6 @@ def agree(state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.Proce
         "names of parameters (number_parameters gives them)": [
             *map(state._states.keys.get, bucket.parameters())
         ],
-        "directions": digest_of(state._states.waiting),
         "hook": hook_name,
         "world size": group.size(),
         "dtype of the bucket": buffer.dtype,
@@ -73,13 +72,19 @@ def agree(state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.Proce
     if state._steps.num_buckets == 1:
         require_same_group(whose, group)
     own = {} if state._compressor.is_same_on_all_processors else processor(buffer.device)
+    notes = {**own, "directions": digest_of(state._states.waiting)}
     advice = (
         "Give every rank the same hook, options, model and bucket caps; after a restart, a checkpoint of the "
         "same step"
     )
-    unlike = require_same_on_all_ranks(whose, values, group, buffer.device, advice, notes=own)
+    unlike = require_same_on_all_ranks(whose, values, group, buffer.device, advice, notes)
+    logger = logging.getLogger(__name__)
+    if unlike.pop("directions", None):
+        state._states.forget_directions()
+        text = "%s: the ranks had other directions than one another, after other groups' steps or from other "
+        logger.warning(f"{text}checkpoints, and all begin with random ones", hook_name)
     if unlike:
-        logging.getLogger(__name__).warning(
+        logger.warning(
             "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas will "
             "drift apart by rounding errors; see docs/powersgd.md.",
             *(hook_name, "; ".join(unlike.values())),

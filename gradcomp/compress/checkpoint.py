@@ -26,8 +26,7 @@ from .settings import SETTINGS, ConfiguredState, Settings, as_dict, changes, fie
 def owner_of(process_group: Any) -> dict[str, Any] | None:
     """Return the owner of the errors of a state in this process group: {"rank", "world_size"}.
 
-    Returns None if this process has no such group. Elsewhere, a "rank" of None marks the mean of all ranks'
-    errors.
+    Returns None if this process has no such group. Elsewhere, a "rank" of None marks the ranks' mean error.
     """
     group = joined_group(process_group)
     return None if group is None else {"rank": group.rank(), "world_size": group.size()}
@@ -238,8 +237,7 @@ def consolidated_state_dict(state: Any) -> dict[str, Any]:
     same result. It averages one parameter after another, in float64; powerSGD_hook.average_errors explains
     the mean.
 
-    Raises RuntimeError if there is no process group. Raises RuntimeError on every rank if the ranks' steps or
-    parameters differ.
+    Raises RuntimeError without a process group, and on every rank if the ranks' steps or parameters differ.
 
     Example::
 
@@ -271,8 +269,7 @@ def per_rank_state_dict(state: Any) -> dict[str, Any]:
     The state_dict's tensors are on the CPU. Every rank's entry has its own name, because
     torch.distributed.checkpoint keeps only one rank's entry of each name. The state_dict is in a tuple,
     because torch.distributed.checkpoint splits dicts and lists, turns their keys into strings, and loads only
-    entries that the target already has. If several process groups have states, save each state under its own
-    key.
+    entries that the target already has. With several process groups, save each state under its own key.
 
     Example::
 

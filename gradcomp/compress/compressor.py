@@ -124,8 +124,7 @@ class Compressor(ABC):
     def warm_up(cls, bucket: BucketSpec, options: Any) -> None:
         """Prepare a bucket's first compressed step, for example by compiling kernels.
 
-        It is called once per bucket, in one of the steps before compression starts. It must not start a
-        collective.
+        It is called once per bucket, in a step before compression starts, and must start no collective.
         """
 
     @classmethod

@@ -304,6 +304,11 @@ class ParameterStates:
         for bucket in self._buckets:
             self._give_back(bucket)
 
+    def forget_directions(self) -> None:
+        """Keep only the errors of the entries that wait."""
+        errors = {key: entry["error"] for key, entry in self.waiting.items() if "error" in entry}
+        self.waiting = {key: {"error": error} for key, error in errors.items()}
+
     def undo(self, step: int) -> None:
         """Take the buckets of this step and later ones back to the state before it."""
         for bucket in self._buckets:

@@ -59,8 +59,7 @@ def measure(values: torch.Tensor, shift: int, *, out: torch.Tensor) -> None:
 
     values: [numel], floating-point.
     shift: selects the signs; must be the same for sketches that are added.
-    out: fp32 [1 + LENGTH] on the same device. Holds inf or NaN if a value isn't finite or its square
-        overflows.
+    out: fp32 [1 + LENGTH] on the same device; inf or NaN if a value isn't finite or its square overflows.
     """
     wide = torch.promote_types(values.dtype, torch.float32)
     square = torch.zeros((), dtype=torch.float64, device=values.device)
@@ -93,8 +92,7 @@ class RecordedBucket:
         error; without error feedback, of the errors of other compressors that it has sent. None in a plain
         step. Only the norms after Recorder.complete(), which sets relative_error and mean_norm.
     has_error: True with error feedback. The same on all ranks.
-    marks: the times at which the hook began, the bucket was averaged, and the values were computed; empty in
-        a plain step.
+    marks: when the hook began, the bucket was averaged, and the values were computed; none in a plain step.
     """
 
     step: int

@@ -115,6 +115,5 @@ class ReduceScatter:
 
 
 # Codes that no bucket uses, by thread and by what they depend on. Buckets of equal shapes take them in turns,
-# so a model of many equal layers has one. Two buckets under way have two. They go with the last compressor
-# that has used them.
+# so a model of many equal layers has one, or two if two are under way. They go with their last compressor.
 _free: WeakValueDictionary[Any, Codes] = WeakValueDictionary()

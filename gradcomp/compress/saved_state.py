@@ -153,8 +153,7 @@ class SavedState(ConfiguredState):
     def rescale_errors(self, factor: float) -> None:
         """Multiply this rank's errors by factor: the gradients' new scale divided by their old one.
 
-        gradient_scale does this for a GradScaler. Raises ValueError for a factor that is not finite and
-        positive.
+        gradient_scale does this for a GradScaler. Raises ValueError unless the factor is finite and positive.
         """
         if (factor := SCALE("the factor of rescale_errors, new scale / old scale,", factor)) != 1:
             self._states.scale_errors(factor)
@@ -277,8 +276,7 @@ class SavedState(ConfiguredState):
         So are other options and settings than this state was given: assign yours again after loading.
 
         Raises TypeError for anything but a state_dict; KeyError for missing or unknown keys; ValueError for
-        an unknown version, another compressor, or any other value that doesn't fit. After an error the state
-        is unchanged.
+        an unknown version, another compressor, or a value that doesn't fit. An error changes nothing.
         """
         checked = self.checked(state_dict)
         default = Settings(start_iter=self._default_start_iter)

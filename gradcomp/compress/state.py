@@ -217,8 +217,7 @@ class CompressorState(SavedState):
         A ShardBucket is reduce-scattered instead: its shard gets the sum, and its buffer is of no use.
 
         hook_name: the hook's name in messages.
-        options: the bucket's options, comparable by ==; None for the state's options. If they change, the
-            errors stay.
+        options: of the bucket, comparable by ==; None for the state's. If they change, the errors stay.
 
         Raises TypeError if the bucket is not a dense floating-point bucket. In the state's first step, raises
         RuntimeError on every rank if the ranks differ.
@@ -325,8 +324,7 @@ class CompressorState(SavedState):
 def compress_hook(state: CompressorState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with the state's compressor; plainly in the first state.start_iter steps.
 
-    On the wire: the bytes that the compressor sends. On CUDA its kernels and collectives run on a side
-    stream, in bucket order.
+    On the wire: the compressor's bytes. On CUDA all runs on a side stream, in bucket order.
 
     Raises TypeError if the state is not a CompressorState or the bucket is not a floating-point bucket.
 

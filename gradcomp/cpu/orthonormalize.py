@@ -23,8 +23,7 @@ def orthonormalize(panels: Sequence[torch.Tensor], epsilon: float, scratch: Sequ
 
     With G = PᵀP, P becomes P T for an upper triangular T such that TᵀGT = I. If a panel is ill-conditioned, a
     second pass follows. All arithmetic is in fp64. This keeps ‖PᵀP − I‖ ≤ 1e-5 up to a condition number of
-    1e6. A column that is zero or depends on earlier columns becomes zero. A panel that isn't finite becomes
-    NaN everywhere.
+    1e6. A column that is zero or depends on earlier ones becomes zero. A panel that isn't finite becomes NaN.
     """
     given, result = zip(*scratch, strict=True)
     for panel, wide in zip(panels, given, strict=True):

@@ -62,8 +62,7 @@ def quantize(
         None to find scales only: values of finite blocks stay.
     scales: bf16 [blocks], written.
     top: the largest number to decode to.
-    gradients: returns the gradients without errors, [blocks, size]. They replace sums of gradients and errors
-        that aren't finite.
+    gradients: returns the gradients alone, [blocks, size], which replace sums with errors that aren't finite.
     """
     if not len(values):
         return
@@ -302,8 +301,7 @@ class _Adding(_Operation):
     ):
         super().__init__(layout, dtype, **options)
         self._has_own = has_own
-        # Values are multiplied by this power of two before they are summed, so that sums can't overflow. It
-        # changes no bits.
+        # Values are multiplied by this power of two, so that sums can't overflow. It changes no bits.
         self._shrink = 0.5 ** (num_payloads - 1).bit_length()
         self._num_ranks = divisor or num_payloads
         self._divisor = self._num_ranks * self._shrink  # of a shrunk sum: the quotient is the mean

@@ -1,7 +1,6 @@
 """Hooks for models that a framework wraps: Accelerate, Fabric, Lightning, Transformers, Ray.
 
-gradcomp.frameworks.lightning, .torchft and .transformers are imported by name only: each needs a package of
-that name.
+gradcomp.frameworks.lightning, .torchft and .transformers, which need a package each, are imported by name.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from .param_groups import ParamGroup, param_groups_of
 def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
     """Return the parameter groups of a model that FSDP2 shards.
 
-    Raises TypeError for anything but a module; ValueError for a model that isn't sharded as a whole, and for
-    one of replicate().
+    Raises TypeError for anything but a module; ValueError for one that isn't sharded whole, or replicate()'s.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{whose} takes a module, got {model!r}")

@@ -89,8 +89,7 @@ def compress_replicas(
     state: a PowerSGDState, a QuantizationState, or any other CompressorState, for this model alone. Its
         process group becomes replicate_group if it has none. None averages exactly.
 
-    Copies the parameters and buffers of the group's first rank to all replicas. Call it on every rank,
-    before training.
+    Copies the group's first rank's parameters and buffers to all. Call it on every rank, before training.
 
     Raises TypeError for arguments of other types; ValueError for a model that is not sharded, or over a 2-D
     mesh, for a second call, and for a group or state that doesn't fit; RuntimeError, on every rank, if the

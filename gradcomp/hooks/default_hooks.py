@@ -116,8 +116,7 @@ def bf16_compress_hook(
     On the wire: 2 bytes per element.
     State: the process group, or None for the default one.
 
-    Raises TypeError if the bucket is not a floating-point bucket; RuntimeError if the backend does not
-    all-reduce bfloat16.
+    Raises TypeError unless the bucket is floating-point; RuntimeError if the backend lacks bfloat16.
     """
     return _compress_hook("bf16_compress_hook", torch.bfloat16, process_group, bucket)
 
@@ -144,8 +143,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
     1. Replace the bucket's buffer by a copy rounded to float16. The copy is undivided, because the given hook
        divides: the gradient itself must fit float16 (±65504).
     2. Run the given hook.
-    3. Write its result to the original buffer, in the original dtype, and give that buffer back to the
-       bucket.
+    3. Write its result to the original buffer, in the original dtype, and give the bucket that buffer back.
 
     On the wire: the bytes that the given hook sends for a float16 bucket.
     State: the given hook's state.

@@ -48,8 +48,7 @@ class QuantizationState(CompressorState):
     uncompressed_dtype: the dtype in which vectors and small tensors are sent, with 16 bits all tensors:
         torch.bfloat16 or torch.float16. None: the bucket's dtype; with 16 bits torch.bfloat16.
     compression_stats_logging_frequency: steps between log lines with compression_stats().
-    ranks_per_node: see CompressorState. With nodes averages are hierarchical: exact within a node, in codes
-        between nodes.
+    ranks_per_node: see CompressorState. With nodes averages are exact within a node, in codes between nodes.
 
     Raises ValueError for an invalid option, TypeError if process_group is not a process group.
 

@@ -329,8 +329,7 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the model and the inner optimizer, which are each rank's own.
 
-        An exchange under way is applied first: save the model's weights afterwards. Call it on every rank
-        after the same step.
+        An exchange under way is applied first: save weights after it. All ranks call it after the same step.
 
         common: the common weights, by name; DTensors if the model is sharded.
         outer: the outer optimizer's tensors in the weights' shapes, by what they are and name; likewise.

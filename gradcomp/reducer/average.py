@@ -145,6 +145,11 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
         if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
+        sizes = [] if tensor.is_sparse else zip(tensor.shape, tensor.stride(), strict=True)
+        if tensor.is_conj() or tensor.is_neg() or any(size > 1 and not stride for size, stride in sizes):
+            raise TypeError(
+                "average_ can't write to a conjugated, negated or expanded view: give it a .clone()"
+            )
         require_no_capture("average_ can't average tensors", tensor.device)
     if keys is not None and (len(keys) != len(tensors) or len(set(map(repr, keys))) != len(keys)):
         given = f"{list(keys)} for {len(tensors)} tensors"

@@ -58,8 +58,7 @@ class Run:
     state_bytes, state_numels[step][rank]: the bytes of the tensors that the state holds after a step, and the
         number of elements of its floating-point tensors.
     wire_bytes[step][rank]: the bytes that a rank handed to collectives in a step; 0, uncounted, on gloo.
-    random_numbers[step][rank]: numbers that the user's program draws after a step, from torch's and Python's
-        generators.
+    random_numbers[step][rank]: what the program draws after a step from torch's and Python's generators.
     """
 
     workload: Workload

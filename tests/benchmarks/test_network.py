@@ -40,8 +40,7 @@ def test_steps_over_a_throttled_link(tmp_path):
     hooks += [f"fsdp2:{name}" for name in ("fp32:fp32", "bf16:fp32", "bf16:bf16")]
     done = run_module(*command(tmp_path, "--only", ",".join(hooks)), timeout_s=200)
     assert done.returncode == 0, done.stdout
-    rows = read(tmp_path / "network.jsonl")
-    found = {report.name_of(row): row for row in report.of(rows, job="steps")}
+    found = {report.name_of(row): row for row in report.of(read(tmp_path / "network.jsonl"), job="steps")}
     none, powersgd = found["none"], found["powersgd:8:int8"]
     # The network counts the bytes that torch was given, plus TCP's headers.
     assert none["all_reduce_bytes"] == pytest.approx(MLP_BYTES, rel=0.001)

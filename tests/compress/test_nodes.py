@@ -354,10 +354,13 @@ def test_a_mesh_as_process_group(run_ranks):
 
 def on_other_nodes(rank):
     """Take steps on nodes 0 1 and 2 3, then on nodes 0 2 and 1 3. Return the sums of inputs and outputs."""
-    state = state_of(4, 2)
-    steps = [take_step(state, rank, step) for step in range(3)]
-    state.process_group = DeviceMesh("cpu", [[0, 2], [1, 3]])
-    steps += [take_step(state, rank, step) for step in range(3, 6)]
+    state, steps = state_of(4, 2), []
+    for step in range(6):
+        if step == 3:
+            state.process_group = DeviceMesh("cpu", [[0, 2], [1, 3]])
+        if step == 4:
+            QuantizationState(DeviceMesh("cpu", [[0, 1], [2, 3]]))  # changes nothing for the other state
+        steps.append(take_step(state, rank, step))
     inputs, outputs = (sum(each.double() for each in column) for column in zip(*steps, strict=True))
     return inputs, outputs, state.state_dict()
 
@@ -370,11 +373,15 @@ def test_errors_follow_to_other_nodes_of_as_many_ranks(run_ranks):
 
 def after_groups_of_some(rank):
     """Take steps on nodes of ranks 0 and 1 of three, of which rank 0 has joined more groups before."""
-    groups = [dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in ([0, 2], [0, 1], [0, 2])]
+    lists = [0, 2], [0, 1], [0, 1], [0, 1]
+    _, *groups = (dist.new_group(ranks, timeout=timedelta(seconds=20)) for ranks in lists)
     if rank == 2:
         DeviceMesh("cpu", [[0, 1]])
         return
-    by_number = take_step(state_of(4, 2, process_group=groups[1]), rank, 0)[1]
+    by_number = take_step(state_of(4, 2, process_group=groups[0]), rank, 0)[1]
+    for group in groups[:2]:  # there are as many as before the nodes' groups
+        dist.destroy_process_group(group)
+    assert torch.equal(take_step(state_of(4, 2, process_group=groups[2]), rank, 0)[1], by_number)
     state = QuantizationState(DeviceMesh("cpu", [[0, 1]]), bits=4, block_size=16)
     assert torch.equal(take_step(state, rank, 0)[1], by_number)
 

@@ -71,8 +71,7 @@ def test_the_scale_makes_no_difference_to_averages(run_ranks, name, interpret):
                 torch.testing.assert_close(scaled, without_scale, rtol=1e-5, atol=1e-5)
             else:
                 assert torch.equal(scaled, without_scale)
-        difference = (not_followed - without_scale).abs().max()
-        assert (difference > 0.1) == ("without" not in name)
+        assert ((not_followed - without_scale).abs().max() > 0.1) == ("without" not in name)
 
 
 @pytest.mark.parametrize("factor", [0, -1.0, float("inf"), float("nan"), None, "2"])

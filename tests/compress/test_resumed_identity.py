@@ -58,8 +58,7 @@ def train(rank, state, hook, steps, run):
         ddp(gradients).backward()
         given += gradients.double()
         out += torch.stack([weight.grad for weight in model.weights]).double()
-    errors = [entry_of(state, weight)["error"].double() for weight in model.weights]
-    return given, out, torch.stack(errors)
+    return given, out, torch.stack([entry_of(state, weight)["error"].double() for weight in model.weights])
 
 
 def resumed(rank, first, second):

@@ -179,8 +179,7 @@ def record(rank, group):
     parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
     for step in range(4):
         for is_refused in (True, False)[step % 2 :]:
-            buffer = given(rank, step, torch.float32)
-            state.average("hook", GradBucket(0, buffer, parameters, True)).wait()
+            state.average("hook", GradBucket(0, given(rank, step, torch.float32), parameters, True)).wait()
             if is_refused:
                 state.undo_step()
     recorder.complete()

@@ -41,8 +41,7 @@ def compare(rank, name, state_name):
         models.append(make(mesh))
     state = STATES[state_name](grid.replicas)
     compress_replicas(models[1], grid.replicas, state)
-    worst = max(differences(models, partial(run_step, rank=rank)))
-    return worst, state and state.iter
+    return max(differences(models, partial(run_step, rank=rank))), state and state.iter
 
 
 def test_it_equals_hsdp(run_ranks):

@@ -63,8 +63,7 @@ def test_options_not_taken_name_an_alternative(option, value, alternative):
 
 
 def test_the_lengths_in_a_packed_sequence_stay_on_the_cpu():
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    (moved,) = to_device([packed], torch.device("meta"))
+    (moved,) = to_device([nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])], torch.device("meta"))
     assert (moved.data.is_meta, moved.batch_sizes.is_meta) == (True, False)
 
 

@@ -70,6 +70,8 @@ def test_arguments(rank):
     for message, *given in [
         (r"TypeError.*floating-point or complex tensors, got torch\.int64", [ones.long()]),
         ("TypeError.*got str", ["text"]),
+        ("TypeError.*expanded view: give it a", [torch.ones(1, 2).expand(2, 2)]),
+        ("TypeError.*conjugated, negated or", [torch.ones(2, dtype=torch.complex64).conj().imag]),
         ("TypeError.*takes a list of tensors, got an object of type list_iterator", iter([ones])),
         (r"TypeError.*got a tensor .*average_\(\[tensor\]\)", ones),
         ("ValueError.*in its state", [ones], debugging_hooks.noop_hook, None, world),

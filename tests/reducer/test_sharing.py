@@ -57,8 +57,7 @@ def with_a_hook(model, one, other):
 
 
 def wrapper_and_reducer(model, one, other):
-    ddp = gradcomp.DistributedDataParallel(model, bucket_cap_mb=CAP_MB, **one)
-    return ddp, reducer_of(model, other)
+    return gradcomp.DistributedDataParallel(model, bucket_cap_mb=CAP_MB, **one), reducer_of(model, other)
 
 
 def reducer_and_wrapper(model, one, other):

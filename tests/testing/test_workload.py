@@ -66,8 +66,7 @@ def test_a_mean_of_noisy_low_rank_gradients_has_low_rank():
 def test_noise_is_a_ranks_own(noise):
     workload = Workload(((30, 30),), world_size=2, noise=noise)
     one, other = (workload.gradients(0, rank)[0] for rank in range(2))
-    difference = float((one - other).square().mean().sqrt())
-    assert difference == pytest.approx(noise * math.sqrt(2), rel=0.1)
+    assert float((one - other).square().mean().sqrt()) == pytest.approx(noise * math.sqrt(2), rel=0.1)
 
 
 def test_drift_leads_from_the_first_step_to_new_gradients():

@@ -63,8 +63,7 @@ def all_ways(rank, name):
 
 @pytest.mark.parametrize("name", STATES)
 def test_every_way_to_train(run_ranks, name):
-    ranks = run_ranks(all_ways, 2, name)
-    for way, one, other in zip(WAYS, *ranks, strict=True):
+    for way, one, other in zip(WAYS, *run_ranks(all_ways, 2, name), strict=True):
         for (_, without), (rows, recorded) in (one, other):
             assert torch.equal(without, recorded), way
             assert {row["step"] for row in rows} == set(range(STEPS)), way
