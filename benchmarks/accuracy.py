@@ -124,7 +124,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             lines.setdefault(name, []).append((size, cost))
     with picture(path, 1, (4.5, 3.9)) as [axes]:
         axes.axhline(0, color="0.6", linewidth=0.8, linestyle=":")
-        for color, (name, points) in zip(cycle(COLORS[1:-2]), lines.items(), strict=False):
+        for color, (name, points) in zip(cycle([*COLORS[1:-2], COLORS[-1]]), lines.items(), strict=False):
             axes.plot(*zip(*points, strict=True), "o-", color=color, label=name)
         axes.set(xscale="log", xlabel="parameters", ylabel="loss added, nats per byte")
         label_decades(axes.xaxis)
@@ -181,7 +181,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
     options.results = options.out / "accuracy.jsonl"
     if not options.resume:
         options.results.unlink(missing_ok=True)

@@ -124,7 +124,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
     options.results.unlink(missing_ok=True)
     exit_on_signals()
     over = str(options.link or "the loopback")

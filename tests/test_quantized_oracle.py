@@ -61,8 +61,7 @@ def steps_of_hook(rank, group, bits, dtype):
         gradient = random_gradient(SHAPES, rank, step, dtype)
         before = error_in(state)
         bucket.set_buffer(gradient.clone())
-        output = quantization_hook(state, bucket).wait()
-        history.append((gradient, output, before))
+        history.append((gradient, quantization_hook(state, bucket).wait(), before))
     return history
 
 

@@ -58,8 +58,7 @@ def places(row: Row) -> str:
 
 def name(row: Row) -> str:
     """Name a row's hook: whose it is unless gradcomp's, and on which wrapper unless torch's."""
-    whose = "torch's " if row["hooks"] == "torch" else ""
-    return f"{whose}{row['hook']}{ON[row['wrapper']]}"
+    return "torch's " * (row["hooks"] == "torch") + row["hook"] + ON[row["wrapper"]]
 
 
 def summary(row: Row) -> str:

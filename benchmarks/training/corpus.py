@@ -111,8 +111,7 @@ def sentences(num_bytes: int, seed: int) -> tuple[Tensor, float]:
     now = torch.randint(len(spelled), (NUM_STREAMS,), generator=generator)
     for row in words:
         next_one = torch.multinomial(chances, NUM_STREAMS, replacement=True, generator=generator)
-        share = (next_one + place[now]) / SUCCESSORS
-        now = (share**3 * len(spelled)).long()
+        now = (((next_one + place[now]) / SUCCESSORS) ** 3 * len(spelled)).long()
         row.copy_(now)
     entropy = float(-(chances * chances.log()).sum()) / spelled.shape[1]
     return spelled[words.T.flatten()].flatten()[:num_bytes], entropy

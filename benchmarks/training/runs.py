@@ -339,6 +339,10 @@ def parse(
         parser.error(f"--width must be a multiple of --heads: got {options.width} and {options.heads}")
     if options.seed < 0:
         parser.error(f"--seed must not be negative: got {options.seed}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     options.hooks = options.hook.split(",")
     for hook in options.hooks:
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -190,7 +191,10 @@ def require_hook(hook: Any, state: Any = None, whose: str = "") -> None:
     if not callable(hook):
         got = f" {whose} got {described(hook)}." if whose else ""
         swapped = " The state can be called: state and hook are swapped." if callable(state) else ""
-        raise TypeError(f"Communication hook must be callable.{got}{swapped}")
+        module = (
+            f" {hook.__name__} is a module, with a hook of its name." if isinstance(hook, ModuleType) else ""
+        )
+        raise TypeError(f"Communication hook must be callable.{got}{swapped}{module}")
 
 
 def refuse_result(returned: Any, hook: Any) -> NoReturn:

@@ -233,9 +233,8 @@ def average_errors(
 def consolidated_state_dict(state: Any) -> dict[str, Any]:
     """Return a state_dict with the mean of all ranks' errors, on the CPU. A run of any size can load it.
 
-    A collective: every rank of the state's process group must call it, after the same step. All ranks get the
-    same result. It averages one parameter after another, in float64; powerSGD_hook.average_errors explains
-    the mean.
+    A collective: all ranks of the state's process group must call it after the same step, and get the same
+    result. It averages one parameter after another, in float64: see powerSGD_hook.average_errors.
 
     Raises RuntimeError without a process group, and on every rank if the ranks' steps or parameters differ.
 

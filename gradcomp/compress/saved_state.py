@@ -54,8 +54,7 @@ class SavedState(ConfiguredState):
         and Reducer, CommHook, compress_replicas and compress_reduce_scatter call it for you.
 
         Without names, parameters are known by the first step's buckets. If the first step of a resumed run
-        has other buckets (another bucket_cap_mb, say), the saved errors can't be used, and a warning is
-        logged.
+        has other buckets (another bucket_cap_mb, say), saved errors can't be used: a warning is logged.
 
         Raises TypeError for anything but pairs of a name and a tensor; ValueError if a checkpoint has these
         names, but buckets have brought the parameters already.

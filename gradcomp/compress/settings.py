@@ -163,10 +163,8 @@ class ConfiguredState:
     def _require_start(self, start_iter: int, options: Any) -> None:
         """Raise ValueError if start_iter is too early for compression with these options."""
         if start_iter < self.min_start_iter:
-            raise ValueError(
-                f"start_iter is {start_iter}, but DDP rebuilds its buckets after the first step: at least "
-                f"{self.min_start_iter}"
-            )
+            why = ", as DDP rebuilds its buckets after the first step" * (self.min_start_iter > 0)
+            raise ValueError(f"start_iter is {start_iter}, but must be at least {self.min_start_iter}{why}")
 
     def compared_options(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks, by name."""

@@ -182,7 +182,7 @@ class Trial:
         is_last = self.round >= looks[-1] or ((self.is_clear or self.round in looks) and self.is_sure)
         if not is_last:
             limit = DROPPED_FROM * min(map(median_of, turns))
-            left = {name for name in self.taking_part[1:] if limit < median_of(of_round[name]) < math.inf}
+            left = {name for name in self.taking_part[1:] if limit < min(of_round[name]) < math.inf}
             self.taking_part = [name for name in self.taking_part if name not in left]
         if is_last or (len(self.taking_part) == 1 and not self.unknown):
             self.choice, self.chosen_at = self._best(self._pays), next_step

@@ -47,15 +47,14 @@ class CommHook:
     def register(self, model: nn.Module) -> None:
         """Register the hook on the DistributedDataParallel, torch's or ours, that a model is or contains.
 
-        A second call for one DistributedDataParallel does nothing. On a single rank, nothing happens to a
-        model without one: there is nothing to average.
+        A second call for one DistributedDataParallel does nothing, nor does one on a single rank.
 
         Raises ValueError for a model with several, and on several ranks for a model without one. Raises
         RuntimeError if another hook is registered.
         """
         found = [each for each in model.modules() if isinstance(each, TorchsDDP | DistributedDataParallel)]
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if not found and num_ranks == 1:
+        if num_ranks == 1:
             return
         if len(found) != 1:
             raise ValueError(
@@ -104,8 +103,7 @@ class CommHook:
         scaler: has get_scale(), the gradients' scale in the coming backward; None if gradients aren't scaled.
 
         Call this at the beginning of every step, from the first one on, and after loading a checkpoint.
-        Errors loaded without a scale, by the state's own load_state_dict, are taken to have the scale of the
-        first call.
+        Errors that the state's own load_state_dict loads without a scale are taken to have the first call's.
 
         Sets the state's keep_undo. After a step that torch's GradScaler, or every optimizer between two of
         its updates, has skipped, errors, directions and the number of steps are again what they were before

@@ -151,8 +151,7 @@ class DistributedDataParallel(torchft.DistributedDataParallel):  # type: ignore[
 
     def _meet(self, group: dist.ProcessGroup, buffer: torch.Tensor) -> None:
         """Begin to average with a quorum's group."""
-        # After a step that isn't committed, every quorum has a new group. A step may not have begun, or have
-        # been taken back already.
+        # After a step that isn't committed, every quorum has a new group. A step may have been taken back.
         is_refused = self._has_failed or self._step == self._manager.current_step()
         has_begun, self._step, self._has_failed = self._step >= 0, -1, False
         if has_begun and is_refused:

@@ -75,9 +75,9 @@ class AutoState(CompressorState):
         the first one's that others must gain.
     start_iter: plain steps before the trial, at least 2, because DDP rebuilds its buckets after the first.
     steps_per_turn: steps of a turn. Its first two don't count.
-    rounds: every candidate has a turn in each round. A candidate that was 1.5 times slower than the fastest
-        has no others, except the first candidate. A trial ends early if a candidate is surely twice as fast
-        as the first, and has up to four times as many rounds if steps vary too much to be sure.
+    rounds: every candidate has a turn in each round. A candidate with all steps 1.5 times slower than the
+        fastest one's has no others, except the first one. A trial ends early if a candidate is surely twice
+        as fast as the first, and has up to four times as many rounds if steps vary too much to be sure.
     retrial_every: steps from one trial to the next, at most ten times the trial's after one that wasn't sure;
         None for no other trial on that ground. 50 steps in a row that are 25 % slower than in the trial begin
         another one, too.
@@ -258,8 +258,7 @@ class AutoState(CompressorState):
         own_waits = self._clock.take_waits(of_each=self.shard_group is not None)
         seconds, waits = trial.round_of(dict(self._clock.take(waits=True)), own_waits)
         what, groups = "compare the candidates' times of auto_hook", self._groups(group)
-        # Ranks that wait for one another take turns to be late, so the slowest rank's steps add up to more
-        # time than has passed.
+        # Ranks that wait for one another are late by turns: the slowest rank's steps add up to too much.
         total = ReducedValues(what, seconds, groups, self._device, dist.ReduceOp.SUM).wait()
         waits = ReducedValues(what, waits, groups, self._device).wait()
         num_ranks = math.prod(each.size() for each in groups)

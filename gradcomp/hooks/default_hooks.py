@@ -27,9 +27,10 @@ from gradcomp.comm.bucket import (
     require_hook,
     take_wire,
 )
+from gradcomp.comm.consistency import require_same_on_all_ranks
 from gradcomp.comm.exchange import Works
 from gradcomp.comm.pipeline import Pipeline, average_in_stages
-from gradcomp.comm.process_group import Explaining, joined_group, resolve_group
+from gradcomp.comm.process_group import Explaining, joined_group, kept_of, resolve_group
 from gradcomp.comm.streams import Future
 from gradcomp.comm.torch_private import all_reduce_traced
 from gradcomp.device import has_streams
@@ -132,7 +133,12 @@ def _compress_hook(
     """Average the bucket in a 16-bit dtype with the hook of this name."""
     if isinstance(bucket, tuple) and is_traced_gradient(bucket):
         return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)
-    _, group = checked_bucket(name, bucket, process_group)
+    buffer, group = checked_bucket(name, bucket, process_group)
+    compared = kept_of(group).setdefault("16-bit hooks", set())
+    if name not in compared:  # torch's DDP compares no hooks
+        advice = "Give every rank the same hook"
+        require_same_on_all_ranks("the 16-bit hook", {"name": name}, group, buffer.device, advice)
+        compared.add(name)
     operation = Explaining.averaging(bucket.index(), name, group)
     return average_in_place(bucket, group, operation, wire_dtype=dtype)
 

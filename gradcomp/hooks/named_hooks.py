@@ -80,8 +80,7 @@ class NamedHook:
 
     options: of its compressor.
     is_hierarchical: whether gradients or factors are summed exactly within a node, and sent between nodes by
-        one rank each. Otherwise the hook is flat: every rank exchanges codes with every other rank, or a ring
-        goes through all ranks.
+        one rank each. Otherwise the hook is flat: ranks exchange codes with all others, or in a ring.
     """
 
     name: str

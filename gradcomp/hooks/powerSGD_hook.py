@@ -74,8 +74,7 @@ class PowerSGDState(CompressorState):
     Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError if
     process_group is not a process group. Assigning to an attribute raises the same errors.
 
-    Checkpoints: use ``torch.save`` and ``torch.load`` (with its safe default), or state_dict(); see
-        CompressorState.
+    Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict(), as others.
     """
 
     _default_ranks_per_node = AUTO
@@ -239,8 +238,7 @@ _squared = lru_cache(maxsize=16)(partial(replace, square=True))
 def average_errors(state_dicts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Merge the state_dicts of all ranks of a run into one, which every rank of any new run can load.
 
-    The merged errors are the mean of the ranks' errors. With that mean on every rank, the mean error of the
-    new run is unchanged.
+    The merged errors are the ranks' mean. With it on every rank, the new run's mean error is unchanged.
 
     state_dicts: a list, or an iterator that loads one state_dict after another. Each state_dict may be freed
         when the next one is loaded.

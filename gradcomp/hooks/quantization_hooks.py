@@ -180,8 +180,7 @@ def _average_in_8_bits(
     """Average the whole bucket, cut into blocks without regard to its tensors, in 8 bits per element.
 
     hook_name: the hook's name, in messages and among the kept all-reduces.
-    block_size_of: called with (numel, number of shards), returns the size of a block. A bucket smaller than a
-        block is sent exactly.
+    block_size_of: (numel, number of shards) -> a block's size. A bucket smaller than a block is sent exactly.
 
     The all-reduce is kept for the next step, because making one takes long. It takes as much device memory
     as two buckets of codes, and this rank's shard of the bucket in fp32; between two ranks as three of codes.

@@ -202,8 +202,7 @@ def call_when_backward_starts(outputs: Any, hook: Callable[..., None]) -> bool:
 def call_at_end_of_backward(function: Callable[[], None], tasks: set[int]) -> None:
     """Call function at the end of the backward that runs a node's hook here, once per graph task.
 
-    tasks: the graph tasks that will call it already. A backward within another one (reentrant checkpointing)
-        is a task of its own.
+    tasks: the graph tasks that will call it already; a backward within another one is a task of its own.
 
     Raises RuntimeError in a compiled backward, which would not call the function.
     """

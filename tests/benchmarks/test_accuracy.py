@@ -127,8 +127,7 @@ def test_a_whole_run(tmp_path):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_take_every_parameter_once(optimizer):
     net = TASKS["gpt"](TINY, 0, 0, 1).net
-    made = OPTIMIZERS[optimizer](net, 0.25)
-    groups = [group for each in made for group in each.param_groups]
+    groups = [group for each in OPTIMIZERS[optimizer](net, 0.25) for group in each.param_groups]
     assert {group["lr"] for group in groups} == {0.25}
     taken = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(taken) == sorted(map(id, net.parameters()))

@@ -146,6 +146,7 @@ def test_a_dead_rank_ends_the_demo_with_an_error(start):
         (["--heads", "3"], "--width must be a multiple of --heads: got 32 and 3"),
         (["--steps", "9"], "--steps must be at least 10 to time any of them: got 9"),
         (["--seed", "-1"], "--seed must not be negative: got -1"),
+        (["--out", "README.md"], "--out: [Errno 17] File exists: 'README.md'"),
     ],
 )
 def test_bad_options_are_shown(arguments, message, capsys):

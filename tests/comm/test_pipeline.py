@@ -78,8 +78,7 @@ def test_whoever_waits_completes_a_future():
 
 
 def test_whoever_waits_for_what_follows_completes_it():
-    pipeline = Pipeline()
-    future = add(pipeline, bucket(3, []), is_first=True, is_last=False)
+    future = add(Pipeline(), bucket(3, []), is_first=True, is_last=False)
     doubled = future.then(lambda done: done.value() * 2).then(lambda done: done.value() + 1)
     assert doubled.wait() == 7
     failed = future.then(lambda done: 1 / 0)

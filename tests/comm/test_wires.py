@@ -63,8 +63,7 @@ def test_a_wire_is_kept_for_the_next_step_of_its_bucket_alone():
     assert take_wire(bucket, torch.float16)[0] is wire
     assert take_wire(bucket, torch.float16)[0] is not wire  # it is in flight
     keep()
-    larger = GradBucket(0, torch.zeros(8), [other, first], True)
-    assert take_wire(larger, torch.float16)[0].numel() == 8
+    assert take_wire(GradBucket(0, torch.zeros(8), [other, first], True), torch.float16)[0].numel() == 8
     assert not _wires.by_parameter[first]
     keep()
     bucket.set_buffer(torch.zeros(6, device="meta"))  # the model has moved

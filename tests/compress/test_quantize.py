@@ -164,8 +164,7 @@ def test_every_element_is_in_one_place(block_size, world_size):
 
 
 def test_bytes_per_rank_do_not_grow_with_the_number_of_ranks():
-    shapes = [(1024, 1024), (1024,)]
-    layouts = [BlockLayout(shapes, 128, world_size) for world_size in (1, 2, 64)]
+    layouts = [BlockLayout([(1024, 1024), (1024,)], 128, world_size) for world_size in (1, 2, 64)]
     sizes = [layout.world_size * layout.sections(4, 4)[1] for layout in layouts]
     assert max(sizes) <= 1.01 * min(sizes)
     assert sizes[0] == 8192 * 66 + 4096

@@ -248,8 +248,7 @@ def test_undo_step_on_one_rank_alone_is_found_in_the_next_step(run_ranks):
 
 
 def average_one(state, index, parameter, is_last=False):
-    buffer = torch.ones(parameter.numel())
-    quantization_hook(state, GradBucket(index, buffer, [parameter], is_last)).wait()
+    quantization_hook(state, GradBucket(index, torch.ones(parameter.numel()), [parameter], is_last)).wait()
 
 
 def changed_between_steps(rank):

@@ -149,8 +149,7 @@ def check_sums(form, ranks):
 
 
 def test_nothing_is_lost_though_only_some_steps_use_a_parameter(run_ranks):
-    cases = [(form, 2, "cpu") for form in FORMS]
-    ranks = run_ranks(run_cases, RANKS, add_up, cases, timeout_s=240)
+    ranks = run_ranks(run_cases, RANKS, add_up, [(form, 2, "cpu") for form in FORMS], timeout_s=240)
     for form, results in zip(FORMS, zip(*ranks, strict=True), strict=True):
         check_sums(form, results)
 

@@ -133,8 +133,7 @@ if hasattr(_fsdp_common, "ShardPlacementResult"):  # torch 2.11 has one mesh per
 def used(group):
     """Return a state that has averaged another model's bucket."""
     state = QuantizationState(group)
-    bucket = GradBucket(0, torch.zeros(4), [nn.Parameter(torch.zeros(4))], True)
-    quantization_hook(state, bucket).wait()
+    quantization_hook(state, GradBucket(0, torch.zeros(4), [nn.Parameter(torch.zeros(4))], True)).wait()
     return state
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from gradcomp.comm.bucket import GradBucket
+from gradcomp.comm.process_group import kept_of
 from gradcomp.hooks import debugging_hooks, default_hooks
 from tests.ranks import of_all_ranks
 
@@ -32,8 +33,7 @@ def test_hooks_return_while_the_collective_is_under_way_on_a_cpu(rank, hook, tmp
     The buffer is the CPU's: gloo waits for CUDA tensors on the host.
     """
     hook_name = hook
-    store_path = str(tmp_path / "store")
-    store = dist.FileStore(store_path, 2)
+    store = dist.FileStore(str(tmp_path / "store"), 2)
     HOOKS[hook_name](None, Bucket(torch.zeros(1))).wait()  # the first one measures the delay
     buffer = torch.full((1000,), float(rank))
     if rank == 1:
@@ -85,6 +85,7 @@ class WithoutBf16(dist.ProcessGroup):
 def test_a_backend_without_bf16_is_named(rank):
     dist.Backend.register_backend("nobf16", lambda store, rank, size, timeout: WithoutBf16(rank, size))
     group = dist.new_group(backend="nobf16")
+    kept_of(group)["16-bit hooks"] = {"bf16_compress_hook"}  # compared already
     bucket = Bucket(torch.ones(4))
     with pytest.raises(RuntimeError) as error:
         default_hooks.bf16_compress_hook(group, bucket)
@@ -93,6 +94,13 @@ def test_a_backend_without_bf16_is_named(rank):
         "backend 'cpu:nobf16,cuda:nobf16' did not all-reduce a torch.bfloat16 tensor on cpu: Invalid"
     )
     assert message.endswith("register a hook that sends another dtype")
+
+
+@pytest.mark.simulated_ranks(2)
+def test_another_hook_on_another_rank_is_named(rank):
+    hook = [default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook][rank]
+    with pytest.raises(RuntimeError, match="name is fp16_compress_hook on rank 0 and bf16_compress_hook on"):
+        hook(None, Bucket(torch.ones(4)))
 
 
 @pytest.mark.simulated_ranks(1)

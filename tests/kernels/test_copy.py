@@ -77,8 +77,7 @@ def test_unflatten_writes_strided_and_unaligned_tensors(dtype, device):
         around = view._base if view._base is not None else view
         before = around.clone()
         ops.unflatten(flat[offset : offset + numel], FlatLayout([shapes[index]]), out=[view], scale=0.5)
-        expected = (flat[offset : offset + numel] * 0.5).to(dtype)
-        assert torch.equal(view.reshape(-1), expected)
+        assert torch.equal(view.reshape(-1), (flat[offset : offset + numel] * 0.5).to(dtype))
         untouched = torch.full_like(around, True, dtype=torch.bool)
         untouched.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)
         assert torch.equal(around[untouched], before[untouched])

@@ -196,7 +196,6 @@ def test_hooks_are_compared_once(run_ranks):
 
 @pytest.mark.ranks(2)
 def test_options_are_compared_in_the_first_step_at_the_latest(rank):
-    model = nn.Linear(3, 3)
-    ddp = DistributedDataParallel(model, init_sync=False, static_graph=bool(rank))
+    ddp = DistributedDataParallel(nn.Linear(3, 3), init_sync=False, static_graph=bool(rank))
     message = said_by(ddp(torch.ones(1, 3)).sum().backward)
     assert "static_graph is false on rank 0 and true on rank 1" in message
