@@ -78,7 +78,7 @@ clean:           ## remove the environment and everything built
 
 # .venv with gradcomp, editable, and the packages of one extra of pyproject.toml.
 $(VENV)/%-ready: constraints.txt pyproject.toml
-	@echo "pip sets up $(VENV); torch with CUDA is a download of 1.8 GB, about a minute (README.md names the CPU build)"
+	@echo "pip sets up $(VENV); torch with CUDA is a download of 1.8 GB, about a minute (README.md names the CPU build: PIP_EXTRA_INDEX_URL)"
 	[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(QUIET) --disable-pip-version-check -c constraints.txt setuptools
 	$(BIN)/pip install $(QUIET) --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$*]'

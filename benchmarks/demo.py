@@ -85,7 +85,7 @@ def draw(records: list[Row], path: Path, over: str) -> None:
         by_time.set_title(f"a small GPT over {over}", loc="left", fontsize="medium")
         by_time.set(xlabel="seconds of training", ylabel="validation loss")
         by_time.legend(frameon=False)
-        by_bytes.set(xscale="log", xlabel="MB handed to all-reduces", ylabel="validation loss")
+        by_bytes.set(xscale="log", title="by bytes", xlabel="MB for all-reduces", ylabel="validation loss")
         label_decades(by_bytes.xaxis)
 
 

@@ -243,18 +243,16 @@ def all_gathers(
 def _names_of(model: nn.Module, ignored: Iterable[Any]) -> set[str]:
     """Return the names of parameters. Raises TypeError, or ValueError for parameters of another model."""
     if isinstance(ignored, nn.Module | torch.Tensor | str) or not isinstance(ignored, Iterable):
-        raise TypeError(
-            f"{_WHOSE} takes a list of modules and parameters as ignored, got {described(ignored)}"
-        )
+        raise TypeError(f"ignored takes a list of modules and parameters, got {described(ignored)}")
     ids = set()
     for each in ignored:
         if not isinstance(each, nn.Module | nn.Parameter):
-            raise TypeError(f"{_WHOSE}: ignored has {described(each)}, but takes modules and parameters")
+            raise TypeError(f"ignored has {described(each)}, but takes modules and parameters")
         ids |= {id(parameter) for parameter in (each.parameters() if isinstance(each, nn.Module) else [each])}
     named = list(model.named_parameters(remove_duplicate=False))
     if unknown := ids - {id(parameter) for _, parameter in named}:
         raise ValueError(
-            f"{_WHOSE}: {len(unknown)} parameters in ignored aren't the model's. Likely cause: they were "
+            f"{len(unknown)} parameters in ignored aren't the model's. Likely cause: they were "
             "taken before fully_shard, which makes new ones"
         )
     return {name for name, parameter in named if id(parameter) in ids}

@@ -163,7 +163,7 @@ STATES = [
     ([*REPLICAS, *SCATTER], used, "ValueError.*one state per model"),
     (SCATTER, recorded, "ValueError.*has a Recorder"),
 ]
-NO_LIST = "TypeError.*takes a list of modules and parameters as ignored, got"
+NO_LIST = "TypeError.*ignored takes a list of modules and parameters, got"
 # (compress_all_gather's options of a model, the message)
 OPTIONS = [
     (lambda model: {"bits": 4}, "ValueError.*bits is 4, but must be 8; for 16 use torch"),

@@ -175,7 +175,7 @@ def collectives(rank, cls, options):
     model = nn.Linear(3, 3)
     reducer = Reducer(model.parameters(), **options) if cls is Reducer else cls(model, **options)
     counts = [len(counted)]
-    reducer.register_comm_hook(None, fp16_compress_hook)
+    reducer.register_comm_hook(None, allreduce_hook)
     for _ in range(3):
         (model if cls is Reducer else reducer)(torch.ones(1, 3)).sum().backward()
         counts.append(len(counted))

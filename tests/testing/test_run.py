@@ -82,7 +82,7 @@ def test_bytes_on_the_wire():
     plain = run_hook(default_hooks.allreduce_hook, None, WORKLOAD).wire_bytes
     halved = run_hook(default_hooks.fp16_compress_hook, None, WORKLOAD).wire_bytes
     assert plain == [[WORKLOAD.num_bytes] * 2] * 3
-    assert halved == [[WORKLOAD.num_bytes // 2] * 2] * 3
+    assert halved[1:] == [[WORKLOAD.num_bytes // 2] * 2] * 2  # in the first step the ranks compare hooks
     powersgd = run_hook(powerSGD_hook.powerSGD_hook, power_sgd, WORKLOAD).wire_bytes
     assert powersgd[2] == [4 * (3 + 4 + 6 + 5)] * 2  # a vector, a 2×2 matrix not worth it, P and Q
 
