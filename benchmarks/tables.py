@@ -70,7 +70,7 @@ def readmes_lines() -> Iterator[str]:
             statistics.median(row["sent_bytes_per_step"] for row in at(runs, links[0], hook=each))
             for each in ("none", hook)
         )
-        rate = {"auto": "as it chooses", "noop": "all"}.get(hook) or f"{none / sent:.1f}×"
+        rate = {"auto": "as it chooses", "noop": "sends none"}.get(hook) or f"{none / sent:.1f}×"
         loss = costs.get({"bf16": "fp16", "none": ""}.get(hook, hook), "")
         yield f"| {name} | {rate} | {times} | {loss} |"
 

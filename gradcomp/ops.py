@@ -208,8 +208,7 @@ def powersgd_plan(
     warm_start: project on the last step's Q rather than on random directions.
     epsilon: added to a column's length before dividing by it.
     seed: the seed of the first step's random directions, the same on every rank.
-    wire_dtype: the dtype of p_wire and q_wire; None for the bucket's. If given, factors are stored column
-        after column.
+    wire_dtype: of p_wire and q_wire; None for the bucket's. If given, factors are stored column by column.
 
     A step:
 

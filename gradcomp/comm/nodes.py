@@ -99,13 +99,17 @@ def _new_group(ranks: list[int], groups: list[dist.ProcessGroup], timeout: Any =
 def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
     """Return (the group of all ranks of a mesh (between, within), its ranks per node).
 
-    Raises TypeError for a mesh without two dimensions. If the mesh lacks ranks of the default group, this
-    makes a group: every rank of the mesh must call it.
+    Raises TypeError for a mesh without two dimensions; ValueError if ranks of equal place, a column's, differ
+    in their places among a row's sorted ranks, as torch's groups have them. If the mesh lacks ranks of the
+    default group, or has them in another order, this makes a group: every rank of the mesh must call it.
     """
     if mesh.ndim != 2:
         raise TypeError(
             f"process_group takes a DeviceMesh of two dimensions, (between nodes, within nodes), got {mesh}"
         )
+    order = mesh.mesh.argsort(1)
+    if not order.eq(order[0]).all():
+        raise ValueError(f"process_group: list the ranks of each node in one order, got {mesh.mesh.tolist()}")
     nodes = Nodes(within=mesh.get_group(1), between=mesh.get_group(0))
     group = joined_group(None)
     if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):

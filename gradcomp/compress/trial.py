@@ -27,9 +27,8 @@ WARM_UP_STEPS = 2  # of each turn
 # A candidate that took this many times the fastest one's time in a round gets no turns in later rounds. The
 # first candidate keeps its turns: the others are compared with it.
 DROPPED_FROM = 1.5
-# After the trial: a step is slow if it takes this many times the step of the trial. MAX_SLOW_STEPS
-# in a row begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the
-# next check.
+# After the trial: a step is slow if it takes this many times the step of the trial. MAX_SLOW_STEPS in a row
+# begin another trial. The ranks compare every CHECK_EVERY steps, and know the result at the next check.
 SLOW, MAX_SLOW_STEPS, CHECK_EVERY = 1.25, 50, 25
 # A trial that isn't sure goes on to twice and to four times its rounds. One that is ends early if a
 # candidate is surely CLEAR times as fast as the first one.

@@ -67,8 +67,7 @@ def _gram_schmidt(gram: torch.Tensor, epsilon: float) -> torch.Tensor:
         earlier, column = transform[:, :, :i], transform[:, :, i : i + 1]
         column[:, i] = 1.0
         # Earlier columns are subtracted one after another, as in torch. With epsilon, columns are shorter
-        # than 1, so each subtraction leaves a component for the next. The coefficients therefore solve a
-        # triangular system.
+        # than 1, so each leaves a component for the next: the coefficients solve a triangular system.
         overlap, products = earlier.mT @ gram @ earlier, earlier.mT @ gram[:, :, i : i + 1]
         column -= earlier @ torch.linalg.solve_triangular(overlap, products, upper=False, unitriangular=True)
         left = column.mT @ gram @ column

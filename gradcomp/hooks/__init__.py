@@ -46,8 +46,7 @@ __all__ = [
 class _Registration:
     """A DDPCommHookType's value: a call registers one hook on a model. Arguments are torch's.
 
-    make_state: makes the hook's state from the process group that is given as state; None for a hook that
-        takes the process group.
+    make_state: makes the hook's state from the process group given as state; None for a hook that takes that.
     """
 
     hook: Callable[..., Any]

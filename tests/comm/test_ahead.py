@@ -230,8 +230,7 @@ def trained(rank, delay_ms):
     wrappers = [wrapped(0, 0), wrapped(1, 1)]
     for step in range(9):
         for index, model in enumerate(models):
-            fails = step in (3, 6)
-            handle = models[0][1].weight.register_hook(fail) if fails else None
+            handle = models[0][1].weight.register_hook(fail) if step in (3, 6) else None
             loss = wrappers[index](torch.full((2, 24), 0.1 * (rank + step))).square().sum()
             with suppress(KeyError):
                 loss.backward()

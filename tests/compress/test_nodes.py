@@ -355,6 +355,10 @@ def test_a_mesh_as_process_group(run_ranks):
 def on_other_nodes(rank):
     """Take steps on nodes 0 1 and 2 3, then on nodes 0 2 and 1 3. Return the sums of inputs and outputs."""
     state, steps = state_of(4, 2), []
+    with pytest.raises(
+        ValueError, match=r"list the ranks of each node in one order, got \[\[0, 1\], \[3, 2\]\]"
+    ):
+        state.process_group = DeviceMesh("cpu", [[0, 1], [3, 2]])
     for step in range(6):
         if step == 3:
             state.process_group = DeviceMesh("cpu", [[0, 2], [1, 3]])

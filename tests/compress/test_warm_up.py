@@ -109,8 +109,7 @@ class Compiled:
 
 def test_the_quantized_all_reduce_compiles_for_its_options(monkeypatch):
     compiled = Compiled(monkeypatch).compiled
-    make_state = partial(QuantizationState, None, 8, 4, False, start_iter=2)
-    simulate(train, 2, make_state, quantization_hook, 3)
+    simulate(train, 2, partial(QuantizationState, None, 8, 4, False, start_iter=2), quantization_hook, 3)
     # Two buckets on two ranks, in one exchange.
     assert [each[:3] for each in compiled] == [(name, 1, torch.float32) for name in ("encoder", "adder")] * 4
     options = {"bits": 8, "error_feedback": False, "averages_dtype": torch.float32}

@@ -65,8 +65,7 @@ def backward(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.
 def local_and_averaged(rank, hook_name, options, dtype=torch.float32):
     """Return [(local gradients, DDP's gradients)] by step, and the buckets' indices in averaging order."""
     torch.manual_seed(0)
-    unused = options.get("find_unused_parameters", False)
-    local = Net(unused).to(device_of_rank(), dtype)
+    local = Net(options.get("find_unused_parameters", False)).to(device_of_rank(), dtype)
     model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.02, **options)
     order = []
     if (hook := HOOKS[hook_name]) is not None:

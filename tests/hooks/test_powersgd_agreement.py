@@ -90,8 +90,7 @@ def load_different_steps(rank):
 @pytest.mark.parametrize("start", [2, 1000])
 def test_bucket_caps_that_differ_in_later_buckets_are_named_under_torchs_ddp(rank, start):
     """Let only later buckets differ. With find_unused_parameters, torch does not rebuild buckets."""
-    sizes = [256, 256, 256, 512, 128]
-    layers = [nn.Linear(n, m, bias=False) for n, m in pairwise(sizes)]
+    layers = [nn.Linear(n, m, bias=False) for n, m in pairwise([256, 256, 256, 512, 128])]
     ddp = DistributedDataParallel(
         nn.Sequential(*layers), find_unused_parameters=True, bucket_cap_mb=0.3 if rank else 0.2
     )

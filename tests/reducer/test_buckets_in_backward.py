@@ -25,8 +25,7 @@ def test_buckets_are_averaged_in_order_while_backward_runs(rank, options):
         param.register_post_accumulate_grad_hook(lambda _, index=index: events.append(f"ready {index}"))
     for step in range(3):
         events.clear()
-        generator = torch.Generator().manual_seed(step)
-        outputs = model(model.batch(generator))
+        outputs = model(model.batch(torch.Generator().manual_seed(step)))
         reducer.prepare_for_backward(outputs)
         loss_of(outputs).backward()
     events = list(events)
