@@ -47,14 +47,14 @@ class CommHook:
     def register(self, model: nn.Module) -> None:
         """Register the hook on the DistributedDataParallel, torch's or ours, that a model is or contains.
 
-        A second call for one DistributedDataParallel does nothing, nor does one on a single rank.
+        A second call for one DistributedDataParallel does nothing, nor does one on a single rank without one.
 
         Raises ValueError for a model with several, and on several ranks for a model without one. Raises
         RuntimeError if another hook is registered.
         """
         found = [each for each in model.modules() if isinstance(each, TorchsDDP | DistributedDataParallel)]
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if num_ranks == 1:
+        if not found and num_ranks == 1:
             return
         if len(found) != 1:
             raise ValueError(
