@@ -82,8 +82,7 @@ def draw(records: list[Row], path: Path, over: str) -> None:
             for axes, of_steps, unit in ((by_time, "step_s", 1), (by_bytes, "step_bytes", 1e6)):
                 x = [sum(record[of_steps][:step]) / unit for step in steps]
                 axes.plot(x, losses, color=COLORS[index % len(COLORS)], linewidth=2, label=record["hook"])
-        by_time.set_title(f"a small GPT over {over}", loc="left", fontsize="medium")
-        by_time.set(xlabel="seconds of training", ylabel="validation loss")
+        by_time.set(title=f"a small GPT over {over}", xlabel="seconds of training", ylabel="validation loss")
         by_time.legend(frameon=False)
         by_bytes.set(xscale="log", title="by bytes", xlabel="MB for all-reduces", ylabel="validation loss")
         label_decades(by_bytes.xaxis)

@@ -22,6 +22,7 @@ def picture(
     import matplotlib as mpl
 
     mpl.use("Agg")
+    mpl.rcParams |= {"axes.titlelocation": "left", "axes.titlesize": "medium"}
     from matplotlib import pyplot
 
     size = (panel_size[0], panel_size[1] * num_panels)
