@@ -110,8 +110,9 @@ def report(state: AutoState, noop_ms: float, none_ms: float) -> list[str]:
     advice = f"Use {chosen}: a step takes {step[chosen]} instead of {step[first]}."
     if chosen == first:
         surely = f"no hook surely gains more than {state.tolerance:.0%} of a step, within the wait."
-        advice = f"Don't compress: {surely}"
-        advice = advice if state.is_sure else f"Steps vary too much to tell: {surely} More --rounds may tell."
+        advice = f"Steps vary too much to tell: {surely} More --rounds may tell."
+        if state.is_sure:
+            advice = f"Don't compress: {surely}"
     return [
         f"headroom: without communication (noop) a step is {max(0.0, 1 - noop_ms / none_ms):.0%} shorter",
         "",

@@ -51,7 +51,7 @@ def cast(
     out: contiguous, floating-point, with as many elements, on the same device.
     scale: multiplied in fp32 (fp64 if a side is fp64), so a value that fits only after scaling doesn't
         overflow.
-    overwrite: True if src's values are not needed afterwards. Plain torch then scales in place, faster.
+    overwrite: True if src's values are not needed afterwards. Plain torch then scales in place: faster.
 
     Raises TypeError for a wrong dtype; ValueError for a size, a device or a layout that doesn't fit.
     """

@@ -246,8 +246,7 @@ def quantized(blocks: torch.Tensor, bits: int) -> torch.Tensor:
     nearest = exact.to(torch.bfloat16)
     above = torch.nextafter(nearest, torch.full_like(nearest, math.inf))
     scale = torch.where(nearest < exact, above, nearest).double()
-    codes = (finite / scale.where(scale > 0, 1.0)).round()
-    return torch.where(is_finite, codes * scale, torch.nan)
+    return torch.where(is_finite, (finite / scale.where(scale > 0, 1.0)).round() * scale, torch.nan)
 
 
 def powersgd_average(matrices: Sequence[torch.Tensor], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

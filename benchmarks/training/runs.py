@@ -161,12 +161,6 @@ def train(
     recorder = Recorder(task.steps, wire, options.validations, name == ALONE, device)
     start_iter = recorder.every
     averaged = Averaged(task.net, name, start_iter, BUCKET_CAP_MB)
-    if averaged.auto is not None:  # a trial may take more steps than this training has
-        draw = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size()).draw
-        while averaged.auto.choice is None:
-            inputs, classes = draw()
-            loss_of(averaged.model(inputs.to(device)), classes.to(device)).backward()
-            task.net.zero_grad()
     optimizers = task.optimizers(task.net, task.learning_rate if learning_rate is None else learning_rate)
 
     def rate(step: int) -> float:
@@ -174,6 +168,12 @@ def train(
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, rate) for each in optimizers]
     half = partial(torch.autocast, device.type, torch.bfloat16, enabled=on_cuda)
+    computed = half()(lambda inputs, classes: loss_of(averaged.model(inputs), classes))
+    if averaged.auto is not None:  # a trial may take more steps than this training has
+        draw = TASKS[task_name](options, seed, dist.get_rank(), dist.get_world_size()).draw
+        while averaged.auto.choice is None:
+            computed(*(each.to(device) for each in draw())).backward()
+            task.net.zero_grad()
 
     def validate() -> None:
         with torch.no_grad(), half():
@@ -186,8 +186,7 @@ def train(
     for step in range(task.steps):
         inputs, classes = (each.to(device) for each in task.draw())
         with recorder.step():
-            with half():
-                loss = loss_of(averaged.model(inputs), classes)
+            loss = computed(inputs, classes)
             for optimizer in optimizers:
                 optimizer.zero_grad()
             loss.backward()  # the hook runs in here, once per bucket

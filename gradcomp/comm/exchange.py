@@ -12,8 +12,7 @@ send. gloo's own collectives post sends first, so the two directions of a link t
 
 gloo sends a message when its receiver has said that it is ready. Where the delay of the links is known, a
 _Channel numbers the exchanges of about one size, and posts the receives of the next numbers: a message takes
-one way, not a round trip. So each gets its message, whatever comes, and however a step ends. A message says
-of which exchange it is.
+one way, not a round trip. Messages name their exchange: each gets its own, however a step ends.
 
 All ranks must know the delay of the links alike: the time from a message to its answer, measured once per
 group, or given. Only whether it reaches MIN_DELAY_S counts, so runs on the same links decide alike: links of

@@ -78,8 +78,8 @@ def _own_group(group: dist.ProcessGroup, lists: list[list[int]]) -> Any:
 def _new_group(ranks: list[int], groups: list[dist.ProcessGroup], timeout: Any = None) -> Any:
     """Make a process group of ranks. All ranks of groups must call this; those outside of them don't.
 
-    torch's name of it has the ranks, and the number of groups that this rank has joined. Other ranks may have
-    another number, and it falls when groups end. So it is a new one for a moment, the same on all ranks.
+    torch names it by its ranks and the number of groups that this rank has joined. Others may have joined
+    fewer, and the number falls when groups end. So for a moment it is a new one, the same on all ranks.
     """
     assert dist.group.WORLD is not None
     names, kept = torch_private.names_of_groups(), kept_of(dist.group.WORLD)
@@ -99,9 +99,9 @@ def _new_group(ranks: list[int], groups: list[dist.ProcessGroup], timeout: Any =
 def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
     """Return (the group of all ranks of a mesh (between, within), its ranks per node).
 
-    Raises TypeError for a mesh without two dimensions; ValueError if ranks of equal place, a column's, differ
-    in their places among a row's sorted ranks, as torch's groups have them. If the mesh lacks ranks of the
-    default group, or has them in another order, this makes a group: every rank of the mesh must call it.
+    Raises TypeError for a mesh without two dimensions; ValueError unless all rows list their ranks in one
+    order, such as rising: torch sorts a group's ranks. If the mesh lacks ranks of the default group, or has
+    them in another order, this makes a group: every rank of the mesh must call it.
     """
     if mesh.ndim != 2:
         raise TypeError(
@@ -111,9 +111,9 @@ def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
     if not order.eq(order[0]).all():
         raise ValueError(f"process_group: list the ranks of each node in one order, got {mesh.mesh.tolist()}")
     nodes = Nodes(within=mesh.get_group(1), between=mesh.get_group(0))
-    group = joined_group(None)
-    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
-        group = _new_group(sorted(mesh.mesh.flatten().tolist()), [nodes.within, nodes.between])
+    group, ranks = joined_group(None), mesh.mesh.flatten().tolist()
+    if ranks != list(range(dist.get_world_size())):
+        group = _new_group(sorted(ranks), [nodes.within, nodes.between])
     assert group is not None
     kept_of(group).setdefault("nodes", {})[nodes.within.size()] = nodes
     return group, nodes.within.size()

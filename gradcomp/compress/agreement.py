@@ -1,6 +1,6 @@
 """What the ranks of a state agree on in its first step: that they are alike, the nodes, and the delay.
 
-And what ranks that join take over from others: the number of steps, options, directions, but no errors.
+And what ranks that join take over from others: the number of steps, options and directions, but no errors.
 """
 
 import ctypes
@@ -81,8 +81,11 @@ def agree(state: Any, hook_name: str, bucket: dist.GradBucket, group: dist.Proce
     logger = logging.getLogger(__name__)
     if unlike.pop("directions", None):
         state._states.forget_directions()
-        text = "%s: the ranks had other directions than one another, after other groups' steps or from other "
-        logger.warning(f"{text}checkpoints, and all begin with random ones", hook_name)
+        logger.warning(
+            "%s: the ranks have unlike directions, from steps in other groups or from unlike checkpoints. "
+            "All begin again with random ones.",
+            hook_name,
+        )
     if unlike:
         logger.warning(
             "%s: the ranks run on unlike processors, whose sums differ in the last bit: %s. Replicas will "

@@ -84,8 +84,7 @@ class QuantizedCompressor(Compressor):
     """The quantized all-reduce, or reduce-scatter, of one bucket, with error feedback. The state's entry:
 
     "error": [numel], the values that the averages (sums) still lack from this rank: what rounding has lost of
-        its gradients, and with two exchanges, in this rank's own shard, what it has lost of the mean, times
-        the number of ranks.
+        its gradients, and with two exchanges, in its own shard, what it has lost of the ranks' sum.
     """
 
     is_same_on_all_processors = True

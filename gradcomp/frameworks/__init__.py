@@ -47,7 +47,8 @@ class CommHook:
     def register(self, model: nn.Module) -> None:
         """Register the hook on the DistributedDataParallel, torch's or ours, that a model is or contains.
 
-        A second call for one DistributedDataParallel does nothing, nor does one on a single rank without one.
+        A second call for one DistributedDataParallel does nothing. On a single rank, nothing happens to a
+        model without one: there is nothing to average.
 
         Raises ValueError for a model with several, and on several ranks for a model without one. Raises
         RuntimeError if another hook is registered.

@@ -20,7 +20,7 @@ from .param_groups import ParamGroup, param_groups_of
 def checked_groups(whose: str, model: Any) -> list[ParamGroup]:
     """Return the parameter groups of a model that FSDP2 shards.
 
-    Raises TypeError for anything but a module; ValueError for one that isn't sharded whole, or replicate()'s.
+    Raises TypeError for anything but a module; ValueError unless fully_shard shards the whole model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{whose} takes a module, got {model!r}")

@@ -92,8 +92,7 @@ def compress_replicas(
     Copies the group's first rank's parameters and buffers to all. Call it on every rank, before training.
 
     Raises TypeError for arguments of other types; ValueError for a model that is not sharded, or over a 2-D
-    mesh, for a second call, and for a group or state that doesn't fit; RuntimeError, on every rank, if the
-    ranks differ.
+    mesh, for a second call, and for a group or state that doesn't fit; RuntimeError if the ranks differ.
 
     Example::
 

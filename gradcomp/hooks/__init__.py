@@ -46,7 +46,7 @@ __all__ = [
 class _Registration:
     """A DDPCommHookType's value: a call registers one hook on a model. Arguments are torch's.
 
-    make_state: makes the hook's state from the process group given as state; None for a hook that takes that.
+    make_state: makes the hook's state from a process group; None for a hook whose state is the group.
     """
 
     hook: Callable[..., Any]

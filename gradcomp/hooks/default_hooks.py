@@ -97,7 +97,7 @@ def fp16_compress_hook(
     On the wire: 2 bytes per element.
     State: the process group, or None for the default one.
 
-    Raises TypeError if the bucket is not a floating-point bucket.
+    Raises TypeError unless the bucket is floating-point; RuntimeError, in the first step, if hooks differ.
 
     Example::
 
@@ -134,11 +134,10 @@ def _compress_hook(
     if isinstance(bucket, tuple) and is_traced_gradient(bucket):
         return average_traced(bucket, resolve_group(name, process_group, "state"), dtype)
     buffer, group = checked_bucket(name, bucket, process_group)
-    compared = kept_of(group).setdefault("16-bit hooks", set())
-    if name not in compared:  # torch's DDP compares no hooks
+    if name not in (kept := kept_of(group)):  # torch's DDP compares no hooks
         advice = "Give every rank the same hook"
         require_same_on_all_ranks("the 16-bit hook", {"name": name}, group, buffer.device, advice)
-        compared.add(name)
+        kept[name] = True
     operation = Explaining.averaging(bucket.index(), name, group)
     return average_in_place(bucket, group, operation, wire_dtype=dtype)
 

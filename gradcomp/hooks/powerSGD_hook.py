@@ -74,7 +74,7 @@ class PowerSGDState(CompressorState):
     Raises ValueError for an invalid option and for a start_powerSGD_iter that is too early; TypeError if
     process_group is not a process group. Assigning to an attribute raises the same errors.
 
-    Checkpoints: ``torch.save`` and ``torch.load`` (with its safe default), or state_dict(), as others.
+    Checkpoints: ``torch.save``, ``torch.load`` (its safe default), or state_dict(); see CompressorState.
     """
 
     _default_ranks_per_node = AUTO

@@ -358,8 +358,7 @@ class LocalSteps:
         """Continue from state_dict(). Load the model's and the inner optimizer's, too.
 
         Raises KeyError for missing and unknown entries; ValueError for another model or outer optimizer, and
-        for a hook's errors without the hook; and the errors of the hook's state. After an error nothing is
-        changed.
+        for a hook's errors without the hook; and the errors of the hook's state. An error changes nothing.
         """
         require_keys("the state_dict of LocalSteps", state_dict, ("common", "outer", "plain", "hook_state"))
         common, (given, rest), hook_state = (state_dict[name] for name in ("common", "plain", "hook_state"))

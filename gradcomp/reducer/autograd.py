@@ -186,7 +186,7 @@ def listed(names: Sequence[str]) -> str:
 def call_when_backward_starts(outputs: Any, hook: Callable[..., None]) -> bool:
     """Call the hook whenever a backward comes through one of these outputs.
 
-    Returns False if no output has a graph. The hooks are nodes': they stay when an output changes in place.
+    Returns False if no output has a graph. Hooks of nodes stay when an output is changed in place.
     """
     nodes: set[Any] = set()
     for tensor in tensors_in(outputs):

@@ -16,6 +16,8 @@ from gradcomp.device import has_streams, require_no_capture
 from gradcomp.hooks import default_hooks
 from gradcomp.rules import described
 
+from .broadcast import is_expanded
+
 
 @torch.inference_mode(False)  # where later steps find what the hook keeps
 @torch.no_grad()
@@ -37,10 +39,10 @@ def average_(
         order of the list. The same on every rank, each with the same repr. None: by the place in the list.
         An error is then forgotten when a tensor of another shape or dtype comes in its place.
 
-    Raises TypeError for anything but a list of floating-point or complex tensors, and for a hook that can't
-    be called; ValueError unless there is one distinct key per tensor, for a process group with a hook, and
-    for a state without one; RuntimeError for a hook that returns no Future, or one with another number of
-    elements, and while a CUDA graph is captured.
+    Raises TypeError for anything but a list of floating-point or complex tensors, for conjugated, negated or
+    expanded views, and for a hook that can't be called; ValueError unless there is one distinct key per
+    tensor, for a process group with a hook, and for a state without one; RuntimeError for a hook that returns
+    no Future, or one with another number of elements, and while a CUDA graph is captured.
 
     Example::
 
@@ -145,11 +147,9 @@ def _check(tensors: Sequence[torch.Tensor], keys: Sequence[Hashable] | None) -> 
         if not isinstance(tensor, torch.Tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             found = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"average_ takes floating-point or complex tensors, got {found}")
-        sizes = [] if tensor.is_sparse else zip(tensor.shape, tensor.stride(), strict=True)
-        if tensor.is_conj() or tensor.is_neg() or any(size > 1 and not stride for size, stride in sizes):
-            raise TypeError(
-                "average_ can't write to a conjugated, negated or expanded view: give it a .clone()"
-            )
+        if tensor.is_conj() or tensor.is_neg() or is_expanded(tensor):
+            text = "average_ can't write to a conjugated, negated or expanded view: give it a .clone()"
+            raise TypeError(text)
         require_no_capture("average_ can't average tensors", tensor.device)
     if keys is not None and (len(keys) != len(tensors) or len(set(map(repr, keys))) != len(keys)):
         given = f"{list(keys)} for {len(tensors)} tensors"

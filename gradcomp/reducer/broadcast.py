@@ -65,13 +65,18 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield chunk
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether a dense tensor repeats elements, as after expand(): no copy can fill it."""
+    strides = tensor.stride() if tensor.layout == torch.strided else [1] * tensor.dim()
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, strides, strict=True))
+
+
 def _require_writable(tensor: torch.Tensor) -> None:
     """Raise ValueError for a tensor that no copy can fill: a sparse one, or one that repeats elements."""
-    kind = str(tensor.layout)
-    if tensor.layout == torch.strided:
-        if all(stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            return
-        kind = f"expanded, with strides {list(tensor.stride())}"
+    is_dense = tensor.layout == torch.strided
+    if is_dense and not is_expanded(tensor):
+        return
+    kind = f"expanded, with strides {list(tensor.stride())}" if is_dense else tensor.layout
     raise ValueError(
         f"a parameter or buffer of shape {list(tensor.shape)} in {tensor.dtype} is {kind}: gradcomp can't "
         "copy one rank's values into it. Give the model a dense tensor: .contiguous() or .to_dense()"

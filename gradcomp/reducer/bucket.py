@@ -91,8 +91,7 @@ class Bucket:
         as_view: gradients become views of the buffer; otherwise they have, or get, memory of their own.
 
         On CUDA in one launch, unless some gradients are in the buffer already. Raises RuntimeError for a
-        gradient of another layout, dtype or device, or in the memory of another parameter's; with as_view,
-        also for another shape.
+        gradient of another layout, dtype, device or (as_view) shape, or in another parameter's memory.
         """
         gradients = [parameter.grad for parameter in self.parameters]
         found = {(each.layout, each.dtype, each.device) for each in gradients if each is not None}

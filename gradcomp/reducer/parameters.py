@@ -31,8 +31,7 @@ def named_parameters(
     """Return names and tensors of the parameters that require gradients, each once, and the frozen pairs.
 
     Raises TypeError for anything but an iterable of parameters or of (name, parameter) pairs; ValueError if
-    no parameter requires gradients, and for the parameters() or named_parameters() of a module that averages
-    them itself.
+    no parameter requires gradients, and for the parameters of a module that averages them itself.
     """
     module: Any = None
     if inspect.isgenerator(params) and params.gi_code in _OF_MODULES:

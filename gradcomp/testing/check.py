@@ -94,7 +94,7 @@ class Report:
         rows = [f"{name:<{width}}  {verdict}" for name, verdict in self.verdicts.items()]
         head = f"{self.hook}\n{'property':<{width}}  {'verdict':<12}{'examples':>8}  measured"
         names = [each.advice.partition(" ")[0] for each in self.failures if each.advice]
-        # With tracks NaN may stay, too: a further report says whether something else is wrong.
+        # A hook with the claim tracks may keep NaN, too. If it also hides inf, its next report says so.
         tracks = [name for name in names if name.startswith("tracks=")]
         claimed = ", ".join(name for name in names if not tracks or name != "shows_nonfinite=False")
         last = [f"\nIf all is intended: claims=dataclasses.replace(claims_of(hook, make_state), {claimed})"]

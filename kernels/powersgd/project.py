@@ -306,8 +306,7 @@ def launch_options(rank: int, dtype: torch.dtype) -> dict[str, int]:
     # fp64 from rank 32 on the registers of 4 warps don't suffice.
     is_large = dtype == torch.float64 and rank >= 32
     num_warps = 8 if rank <= 4 or is_large else 4
-    # Three programs fit a multiprocessor if there are registers left. There are none left for fp16, nor at
-    # rank 2 on sm_100.
+    # Three programs fit a multiprocessor if registers are left: none are for fp16, nor at rank 2 on sm_100.
     num_programs = 3 if rank == 1 and dtype in (torch.float32, torch.bfloat16) else 1 if is_large else 2
     # Matrix products take tiles that were loaded one step ahead, through shared memory; a table's elements
     # that are loaded again, another step ahead. In fp64, loading ahead takes more registers than there are.

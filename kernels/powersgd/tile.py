@@ -206,8 +206,7 @@ def launches_that_add_up(*arguments: Any, **constants: Any) -> list[Launch]:
 def is_adding(arrived_ptr, work, STORES: tl.constexpr):
     """Return whether this program adds up its block's partial sums.
 
-    If STORES, it is the last one of the block to have stored its partial sum and called this; otherwise the
-    first one.
+    If STORES, it is the last of the block to have stored its partial sum and called this; else the first.
 
     arrived_ptr: [programs], int32. A block's programs count themselves at the place of the first one. The
         count is zero before a launch, and after it.

@@ -154,6 +154,12 @@ def test_missing_times_have_no_pairs():
     assert (choice_of([none, other], 100.0), choice_of([other, none], 100.0)) == (1, 0)
 
 
+def test_a_candidate_leaves_if_all_its_steps_are_slow():
+    trial = Trial(["none", "int8", "int4"], (2, 1), 6, 3, 0.05)
+    trial.end_round([*[100.0] * 4, *[300.0, 50.0] * 2, *[151.0] * 4], [90.0] * 4, 18)
+    assert trial.taking_part == ["none", "int8"]
+
+
 def test_a_round_without_times_is_repeated():
     trial = Trial(["none", "int4"], (2, 1), 3, 1, 0.05)
     trial.end_round([math.inf, 2.0], [math.inf], 8)

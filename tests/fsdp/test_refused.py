@@ -292,8 +292,7 @@ def swap_replicas(rank):
 
 def average_other_parts(rank):
     """Average other parameters after a backward that was not averaged."""
-    grid = new_grid()
-    model = called_before("replicas")(grid)
+    model = called_before("replicas")(new_grid())
     model.set_requires_all_reduce(False)
     step(model, rank, 0)
     model.set_requires_all_reduce(True)

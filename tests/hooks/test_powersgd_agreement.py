@@ -66,7 +66,7 @@ def test_checkpoints_of_different_steps(caplog):
     simulate(load_different_steps, 2)
     said = [line for line in caplog.messages if "directions" in line]
     assert len(said) == 2
-    assert "hook: the ranks had other directions than one another" in said[0]
+    assert "hook: the ranks have unlike directions, from steps in other groups" in said[0]
 
 
 def load_different_steps(rank):

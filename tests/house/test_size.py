@@ -22,8 +22,8 @@ def num_lines(*patterns: str) -> int:
     [
         ("lines of gradcomp and kernels", lambda: num_lines(*LIBRARY), 21_549),
         ("files of gradcomp and kernels", lambda: len(files_of(*LIBRARY)), 108),
-        ("lines of kernels", lambda: num_lines("kernels/**/*.py"), 3_012),
-        ("lines of benchmarks", lambda: num_lines("benchmarks/**/*.py"), 4_995),
+        ("lines of kernels", lambda: num_lines("kernels/**/*.py"), 3_003),
+        ("lines of benchmarks", lambda: num_lines("benchmarks/**/*.py"), 4_994),
         ("lines of tests", lambda: num_lines("tests/**/*.py"), 32_721),
         (
             "words of README, changelog and docs",

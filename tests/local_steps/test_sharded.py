@@ -155,8 +155,7 @@ def checkpoint(rank, folder):
     found.append(("resumed", whole(model), common))
 
     for shape in ((4, 1), (1, 4)):
-        other = new_grid(*shape)
-        model, local_steps, _ = start(other, 2)
+        model, local_steps, _ = start(new_grid(*shape), 2)
         local_steps.load_from_dcp(folder, "local")
         saved = local_steps.state_dict()
         set_model_state_dict(model, saved["common"], options=StateDictOptions(strict=False))

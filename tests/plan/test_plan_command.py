@@ -86,8 +86,7 @@ def test_bytes_are_those_of_each_parameters_dtype(capsys):
     model = ("--model", f"{HERE}:mixed", "--ranks", "2")
     output = plan(capsys, *model)
     assert "100,170 parameters, gradients in bfloat16 and float64 and float32, 3 buckets" in output
-    num_bytes = 2 * 60_000 + 8 * 40_000 + 4 * 70 + 8 * 50
-    assert row_of(output, "none")[1] == shown_bytes(num_bytes)
+    assert row_of(output, "none")[1] == shown_bytes(2 * 60_000 + 8 * 40_000 + 4 * 70 + 8 * 50)
     assert row_of(output, "bf16")[1] == shown_bytes(2 * 100_170)
     given = plan(capsys, *model, "--dtype", "float32")
     assert "gradients in float32, 1 buckets" in given

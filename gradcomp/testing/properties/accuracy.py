@@ -74,8 +74,7 @@ def _require_factor_one(means: Tensor, errors: Tensor, allowed: Tensor, rounding
     """Raise PropertyFailure if ⟨mean + error, mean⟩ / ‖mean‖² differs from 1 beyond rounding.
 
     Allowed are a rounding of every element, as a hook may round towards zero, plus five standard deviations
-    of a sum of independent errors, each as large as allowed. Equal means count once, as their errors may be
-    equal.
+    of a sum of independent errors, each as large as allowed. Equal means count once: errors may be equal.
     """
     off, square = float(means @ errors), float(means.square().sum())
     repetitions = len(means) / len(means.abs().unique())
