@@ -58,8 +58,7 @@ def _missing_ranks(name: str, waits_for: str, what: str, group: dist.ProcessGrou
     # The number of meetings of the group's ranks, by the meeting's name.
     rank, counts = dist.get_rank(), kept_of(group).setdefault("num_meetings", Counter[str]())
     counts[name] += 1
-    digest = hashlib.sha256(json.dumps([name, *ranks]).encode()).hexdigest()
-    key = f"gradcomp/{digest}/{counts[name]}"
+    key = f"gradcomp/{hashlib.sha256(json.dumps([name, *ranks]).encode()).hexdigest()}/{counts[name]}"
     note = {"rank": rank, "ranks": ranks, "text": f"rank {rank} has come to {waits_for}"}
     with Explaining.of(what, group):
         store.set(WAITING, json.dumps(note))

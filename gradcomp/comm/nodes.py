@@ -80,18 +80,21 @@ def _new_group(ranks: list[int], groups: list[dist.ProcessGroup], timeout: Any =
 
     torch names it by its ranks and the number of groups that this rank has joined. Others may have joined
     fewer, and the number falls when groups end. So for a moment it is a new one, the same on all ranks.
+    With a default group that is bound to a device torch would split it, which waits for every rank.
     """
-    assert dist.group.WORLD is not None
-    names, kept = torch_private.names_of_groups(), kept_of(dist.group.WORLD)
+    world: Any = dist.group.WORLD
+    names, kept = torch_private.names_of_groups(), kept_of(world)
     own = max(len(names), kept.get("next number of a group", LEAST_NUMBER))
     values = ReducedValues("make groups of nodes", [own], groups, device_for(groups[0], ()))
     number = int(values.wait()[0])
     kept["next number of a group"] = number + 1
     added = {object(): "" for _ in range(len(names), number)}
     names.update(added)
+    device, world.bound_device_id = world.bound_device_id, None
     try:
         return dist.new_group(ranks, timeout, use_local_synchronization=True)
     finally:
+        world.bound_device_id = device
         for each in added:
             del names[each]
 
@@ -115,6 +118,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int]:
     if ranks != list(range(dist.get_world_size())):
         group = _new_group(sorted(ranks), [nodes.within, nodes.between])
     assert group is not None
+    kept_of(group)["ranks of the mesh"] = ranks
     kept_of(group).setdefault("nodes", {})[nodes.within.size()] = nodes
     return group, nodes.within.size()
 

@@ -54,10 +54,11 @@ class QuantizedOptions:
         check_fields(self)
         if self.bits == 16 and self.error_feedback:
             raise ValueError(
-                "use_error_feedback is True, but bits is 16: values rounded to 16 bits keep no errors"
+                "use_error_feedback is on, but bits is 16: values rounded to 16 bits keep no errors. To go "
+                "on with 16 bits, make a new state"
             )
-        if self.error_feedback is None:
-            object.__setattr__(self, "error_feedback", self.bits != 16)
+        feedback = None if self.bits == 16 else self.error_feedback is not False  # other bits may follow
+        object.__setattr__(self, "error_feedback", feedback)
 
     def layout(self, shapes: Sequence[Sequence[int]], world_size: int) -> BlockLayout:
         """Return the blocks of a bucket with tensors of these shapes. With 16 bits there are none."""
@@ -70,7 +71,7 @@ class QuantizedOptions:
         bits, exact = self.bits, self.uncompressed_dtype
         if bits == 16:  # no blocks, so no codes
             bits, exact = 8, exact or torch.bfloat16
-        return {"uncompressed_dtype": exact, "bits": bits, "error_feedback": self.error_feedback}
+        return {"uncompressed_dtype": exact, "bits": bits, "error_feedback": bool(self.error_feedback)}
 
     def form(self, bucket: BucketSpec) -> QuantizedAllReduce | ReduceScatter:
         """Return a bucket's all-reduce or reduce-scatter."""

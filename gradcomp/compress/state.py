@@ -302,8 +302,7 @@ class CompressorState(SavedState):
         else:
             if own.undo is not None and own.undo[0] < step:
                 self._states.lost_undo = max(self._states.lost_undo, own.undo[0])
-            undoable = step if self._steps.is_undoable else None
-            running = own.stages(bucket, group, next_seed, undoable)
+            running = own.stages(bucket, group, next_seed, step if self._steps.is_undoable else None)
             if self.recorder is not None and compressor.is_plain:  # as on ranks without pending errors
                 self.recorder.add_plain(step, bucket.index(), buffer, group)
             elif self.recorder is not None:

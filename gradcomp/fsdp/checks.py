@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from gradcomp.comm.all_reduce import average_in_place
 from gradcomp.comm.consistency import require_same_on_all_ranks
-from gradcomp.comm.process_group import Explaining, global_ranks_of
+from gradcomp.comm.process_group import Explaining, global_ranks_of, kept_of
 from gradcomp.compress import CompressorState
 
 from .param_groups import ParamGroup, param_groups_of
@@ -66,6 +66,7 @@ def check_state(whose: str, state: CompressorState, group: dist.ProcessGroup, gr
             f"{whose}: the state averages the gradients of a model already: make one state per model"
         )
     ranks, given = (global_ranks_of(whose, each) for each in (state.process_group or group, group))
+    ranks = kept_of(state.process_group or group).get("ranks of the mesh", ranks)  # in its nodes' order
     if ranks != given:
         raise ValueError(
             f"the state's process group has ranks {ranks}, but {group_name} has {given}: set "

@@ -128,8 +128,7 @@ class ParamGroup:
         unit, size = 1 / (before or 1.0), scatter.size()
         if size > 1 and op == dist.ReduceOp.AVG:
             return unit, unit
-        is_divided = size == 1 or op != dist.ReduceOp.SUM
-        return unit, unit * size / ((factor or 1.0) if is_divided else 1.0)
+        return unit, unit * size / ((factor or 1.0) if size == 1 or op != dist.ReduceOp.SUM else 1.0)
 
     def custom(self, kind: str) -> str | None:
         """Return the class of a collective other than torch's default; None without one.

@@ -115,8 +115,7 @@ def check_reduce_scatter(
     shard_group = groups[0].reduce_scatter_group
     for group in groups:
         if group.reduce_scatter_group is not shard_group:
-            both = shard_group, group.reduce_scatter_group
-            first, other = map(dist.get_process_group_ranks, both)
+            first, other = map(dist.get_process_group_ranks, (shard_group, group.reduce_scatter_group))
             raise ValueError(
                 f"{groups[0].name} is sharded over ranks {first}, but {group.name} over ranks {other} or in "
                 f"another process group: {whose} takes a model that is sharded over one mesh"

@@ -423,8 +423,7 @@ def _kept_zeros(run: Run, start: int) -> Literal["elements"] | None:
     zero = outputs[0].mean == 0  # in every step
     of_lines, of_zeros, others = (averages[:, each] for each in (lines(zero), zero, ~zero))
     has_factors = of_zeros.any() and of_lines.abs().amax() <= 1e-6 * others.abs().amax()
-    is_rotated = of_zeros.square().mean() > others.square().mean() / 64
-    return None if has_factors or is_rotated else "elements"
+    return None if has_factors or of_zeros.square().mean() > others.square().mean() / 64 else "elements"
 
 
 def _names(hook: Any) -> str:

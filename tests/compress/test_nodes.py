@@ -203,8 +203,7 @@ def test_a_node_sends_what_one_rank_would(kind):
     one_per_node = sum(sent[0] for sent in testing.run_ranks(sent_between_nodes, 2, 1, kind))
     for ranks_per_node in (2, 3):
         sent = testing.run_ranks(sent_between_nodes, 2 * ranks_per_node, ranks_per_node, kind)
-        between = sum(each[1] for each in sent)
-        assert between <= 1.25 * one_per_node  # shards of few blocks are padded
+        assert sum(each[1] for each in sent) <= 1.25 * one_per_node  # shards of few blocks are padded
 
 
 def test_small_wires_of_factors_go_without_nodes(monkeypatch):
@@ -386,7 +385,11 @@ def after_groups_of_some(rank):
     for group in groups[:2]:  # there are as many as before the nodes' groups
         dist.destroy_process_group(group)
     assert torch.equal(take_step(state_of(4, 2, process_group=groups[2]), rank, 0)[1], by_number)
-    state = QuantizationState(DeviceMesh("cpu", [[0, 1]]), bits=4, block_size=16)
+    mesh, device = DeviceMesh("cpu", [[0, 1]]), torch.device("cuda", 0)
+    dist.group.WORLD.bound_device_id = device
+    state = QuantizationState(mesh, bits=4, block_size=16)
+    # A bound group of NCCL's would be split from the default one, which waits for rank 2.
+    assert (state.process_group.bound_device_id, dist.group.WORLD.bound_device_id) == (None, device)
     assert torch.equal(take_step(state, rank, 0)[1], by_number)
 
 

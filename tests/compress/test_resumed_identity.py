@@ -177,8 +177,7 @@ def claimed_later(rank):
         gradcomp.average_([random(SIZE, SIZE)], quantization_hook, state, keys=[key])
 
     def bring(parameter, state):
-        bucket = GradBucket(0, random(parameter.numel()), [parameter], is_last=True)
-        quantization_hook(state, bucket).wait()
+        quantization_hook(state, GradBucket(0, random(parameter.numel()), [parameter], is_last=True)).wait()
 
     def random(*shape):
         return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))

@@ -57,5 +57,10 @@ def test_every_property_of_the_kit():
 def test_errors_are_not_kept():
     assert not QuantizationState(bits=16).options.error_feedback
     assert QuantizationState(bits=8).options.error_feedback
-    with pytest.raises(ValueError, match="error_feedback is True, but bits is 16"):
+    with pytest.raises(ValueError, match="error_feedback is on, but bits is 16"):
         QuantizationState(bits=16, use_error_feedback=True)
+    state = QuantizationState(bits=16)
+    state.bits = 4
+    assert state.use_error_feedback
+    with pytest.raises(ValueError, match="To go on with 16 bits, make a new state"):
+        state.bits = 16

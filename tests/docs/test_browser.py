@@ -134,8 +134,7 @@ def run(tmp_path):
 
 def test_pages_fit_and_have_no_errors(site, run):
     names = [path.parent.relative_to(site.folder).as_posix() for path in site.pages]
-    addresses = [f"/{name}/".replace("/./", "/") for name in names]
-    assert run(site.folder, CHECK % json.dumps(addresses)) == []
+    assert run(site.folder, CHECK % json.dumps([f"/{name}/".replace("/./", "/") for name in names])) == []
 
 
 def test_the_search_finds_a_hook(site, run):

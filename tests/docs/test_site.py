@@ -111,8 +111,7 @@ def test_links_out_of_the_site_lead_to_the_repository(site):
     page = "[a](hooks.md#four) [b](../README.md#x) [c](examples/fsdp.py) ![d](images/fsdp.svg) "
     page += "[e](../kernels)\n"
     code = "```\n[f](../nothing.md)\n```\n"
-    links = site_module("links")
-    found = links.with_links_to_repository(page + code, DOCS / "fsdp.md", DOCS)
+    found = site_module("links").with_links_to_repository(page + code, DOCS / "fsdp.md", DOCS)
     blob = "https://github.com/gradcomp/gradcomp/blob/main"
     assert found == (
         f"[a](hooks.md#four) [b]({blob}/README.md#x) [c]({blob}/docs/examples/fsdp.py) ![d](images/fsdp.svg) "

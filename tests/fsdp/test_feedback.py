@@ -224,8 +224,7 @@ def test_another_number_of_shards_keeps_the_mean_error(run_ranks, tmp_path, form
         for name, error in mean.items():
             assert (loaded[name] - error).abs().max() <= 1e-6 * error.abs().max(), name
             # Whatever the steps bring is what the mean error lacks afterwards.
-            found = received[name] + left[name]
-            assert (found - error).abs().max() <= 1e-5 * error.abs().max(), name
+            assert (received[name] + left[name] - error).abs().max() <= 1e-5 * error.abs().max(), name
         assert any(each.any() for each in received.values())
 
 

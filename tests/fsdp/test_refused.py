@@ -137,6 +137,10 @@ def used(group):
     return state
 
 
+def on_other_nodes(group):
+    return QuantizationState(DeviceMesh("cpu", [[0, 2], [1, 3]]))  # FSDP2's are runs of ranks
+
+
 def recorded(group):
     state = QuantizationState()
     Recorder(state)
@@ -160,6 +164,7 @@ STATES = [
     (SCATTER, lambda group: CompressorState(Exact), NO_STATE),
     (REPLICAS, lambda group: PowerSGDState(dist.group.WORLD), f"{ALL}.* set state.process_group = "),
     (SCATTER, lambda group: QuantizationState(dist.group.WORLD), f"{ALL}the shards' group has"),
+    (SCATTER, on_other_nodes, r"ValueError.* has ranks \[0, 2, 1, 3\], but the shards' group has"),
     ([*REPLICAS, *SCATTER], used, "ValueError.*one state per model"),
     (SCATTER, recorded, "ValueError.*has a Recorder"),
 ]

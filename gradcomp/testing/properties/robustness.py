@@ -227,8 +227,7 @@ def bucket_insensitive(subject: Subject, workload: Workload) -> Iterator[float]:
 
     Allowed is a difference as in `rank_permutation`.
     """
-    each_alone = tuple((index,) for index in reversed(range(len(workload.shapes))))
-    for buckets in ((), each_alone):
+    for buckets in ((), tuple((index,) for index in reversed(range(len(workload.shapes))))):
         yield from _differences(subject, workload, buckets=buckets)
 
 

@@ -248,6 +248,5 @@ def test_rows_are_alike_on_ranks_that_differ(run_ranks):
     skipped = [row["step"] for row in ranks[0]["skipping"]]
     assert skipped.count(2) == skipped.count(4) < skipped.count(3) == skipped.count(5)
     for row in ranks[0]["on fewer ranks"]:
-        is_known = row["step"] >= 4 or not row["compressed"]
-        assert (row["relative_error"] is not None) == is_known
+        assert (row["relative_error"] is not None) == (row["step"] >= 4 or not row["compressed"])
         assert row["relative_error"] is None or row["relative_error"] < 0.5
