@@ -54,21 +54,15 @@ def summaries(rows: Sequence[Row]) -> dict[str, list[Summary]]:
     by_task: dict[str, dict[str, dict[int, Row]]] = {}
     for row in rows:
         by_task.setdefault(row["task"], {}).setdefault(row["hook"], {})[row["seed"]] = row
-    return {task: [_summary(hook, hooks) for hook in hooks] for task, hooks in by_task.items()}
-
-
-def _summary(hook: str, hooks: dict[str, dict[int, Row]]) -> Summary:
-    baseline, runs = next(iter(hooks.values())), hooks[hook]
-    first = next(iter(runs.values()))
-    return Summary(
-        hook,
-        first["bytes_per_step"],
-        first["sent_bytes"],
-        losses=[run["validation_loss"] for run in runs.values()],
-        differences=[
-            run["validation_loss"] - baseline[seed]["validation_loss"] for seed, run in runs.items()
-        ],
-    )
+    found: dict[str, list[Summary]] = {}
+    for task, hooks in by_task.items():
+        base = {seed: run["validation_loss"] for seed, run in next(iter(hooks.values())).items()}
+        for hook, by_seed in hooks.items():
+            first, losses = next(iter(by_seed.values())), [run["validation_loss"] for run in by_seed.values()]
+            differences = [loss - base[seed] for seed, loss in zip(by_seed, losses, strict=True)]
+            each = Summary(hook, first["bytes_per_step"], first["sent_bytes"], losses, differences)
+            found.setdefault(task, []).append(each)
+    return found
 
 
 def tables(rows: Sequence[Row]) -> str:

@@ -77,18 +77,14 @@ def readmes_lines() -> Iterator[str]:
 
 def advice() -> Iterator[str]:
     """Yield, for models and hosts, the mildest hook within 10 % of the fastest."""
-    for name, model, hosts in (
-        ("perceptron, 2 hosts", "mlp", 2),
-        ("perceptron, 4 hosts", "mlp", 4),
-        ("GPT, 2 hosts", "gpt", 2),
-    ):
+    for name, model, hosts in (("perceptron", "mlp", 2), ("perceptron", "mlp", 4), ("GPT", "gpt", 2)):
         cells = []
         for link in (*LINKS, FASTEST):
             beside = at(steps(model=model, hosts=hosts, wrapper="torch", hooks="gradcomp"), link)
             times = {hook: ms(beside, link, hook) for hook in CANDIDATES} if beside else {}
             chosen = next((hook for hook in times if times[hook] <= 1.1 * min(times.values())), None)
             cells.append(f"{chosen}, {times['none'] / times[chosen]:.1f}×" if chosen else "")
-        yield f"| {name} | {' | '.join(cells)} |"
+        yield f"| {name}, {hosts} hosts | {' | '.join(cells)} |"
 
 
 def on_networks() -> Iterator[tuple[str, str]]:
@@ -135,16 +131,38 @@ def times_torchs(case: str, label: str, digits: int = 1) -> str:
     return f"{middle} ({low}–{high})"
 
 
+# The lines of docs/internals/hooks.md's table: cases, and the beginning of their labels.
+ON_GPU = {
+    "`powerSGD_hook`, BERT-large, r = 4": ("powerSGD_hook", "bert-large"),
+    "ResNet-50, r = 4, 32, 1": ("powerSGD_hook", "resnet50"),
+    "`quantization_hook`, 8, 4 bits; torch's fp16 hook": ("quantization_hook", "25 MiB"),
+    "8 bits, 25 MiB, 8 ranks: quantize, average, dequantize": ("quantize average dequantize", "25 MiB, 8"),
+    "4 bits": ("quantize average dequantize", "25 MiB, 4"),
+    "`fp16_compress_hook`, 25 MiB": ("fp16_compress_hook", "25 MiB"),
+    "flatten, unflatten ResNet-50; DDP's kernels": ("flatten unflatten", "resnet50"),
+    "Reducer: ResNet-50, with views": ("reducer", "resnet50"),
+    "Reducer: BERT-large": ("reducer", "bert-large"),
+}
+
+
+def on_gpu() -> Iterator[str]:
+    """Yield a line for each of ON_GPU: of every problem in fp32, beside torch's time of the host."""
+    rows = report.of(read(RESULTS / "nvidia-h100-80gb-hbm3.jsonl"), dtype="float32")
+    rows = [*{(row["case"], row["label"], row["provider"]): row for row in rows}.values()]  # the last ones
+    for name, (cases, label) in ON_GPU.items():
+        found = [row for row in rows if row["case"] in cases.split() and row["label"].startswith(label)]
+        ours = [row for row in found if row["provider"] in ("gradcomp", "int8", "int4")]
+        theirs = [row for row in found if row["provider"] == ours[0]["baseline"]]
+        forms = ("times_baseline", ".2g"), ("percent_of_copy", ".0f"), ("times_floor", ".1f")
+        cells = [", ".join(f"{row[field]:{form}}" for row in ours) for field, form in forms]
+        cells += [", ".join(f"{row['host_us'] / 1e3:.3g}" for row in each) for each in (ours, theirs)]
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
 def on_devices() -> Iterator[tuple[str, str]]:
     """Yield (page, text) on times of single calls, and on the demo."""
-    ours, *_ = report.of(
-        read(RESULTS / "nvidia-h100-80gb-hbm3.jsonl"),
-        case="powerSGD_hook",
-        label="bert-large, 38 buckets, r=4",
-        dtype="float32",
-        provider="gradcomp",
-    )
-    yield "README.md", f"[{ours['times_baseline']:.0f} times as fast as torch's]"
+    yield from (("docs/internals/hooks.md", line) for line in on_gpu())
+    yield "README.md", f"[{next(on_gpu()).split(' | ')[1]} times as fast as torch's]"
     for label in ("4×1024×1024, 512×512×3×3", "60×256×256"):
         cells = [times_torchs("powerSGD_hook", f"{label}, 1 bucket, r={rank}") for rank in (1, 4, 16)]
         yield "docs/powersgd.md", f"| {label} | {' | '.join(cells)} |"
@@ -189,7 +207,7 @@ def on_local_steps() -> Iterator[str]:
     names = {f"{every}, int4": f"local:{every}:int4" for every in (10, 30)}
     names |= {"**3 to 50, int4**": "local:3:int4:to=50"}
     names |= {"10, int4, DiLoCo's outer optimizer": "local:10:int4:outer=0.7/0.9:lr=0.001"}
-    names |= {"every step, PowerSGD r = 2, int8 factors": "powersgd:2:int8"}
+    names |= {"every step, powersgd:2:int8": "powersgd:2:int8"}
     for setting, hook in names.items():
         loss = accuracy.mean_and_spread(found[hook].differences, 3, "+")
         yield f"| {setting} | {none.bytes_per_step / found[hook].bytes_per_step:.1f}× | {loss} |"
@@ -225,16 +243,27 @@ def at_size() -> str:
     return "\n".join([head, *(f"| {hook} | {' | '.join(each)} |" for hook, each in cells.items())])
 
 
+def on_costs() -> Iterator[str]:
+    """Yield sentences on the losses of the small GPT: of equal bytes, of a compressed start, of 8 ranks."""
+    four, eight = accuracy.costs(ACCURACY), accuracy.costs(read(RESULTS / "accuracy_8_ranks.jsonl"))
+    for hook in ("powersgd:16:int8", "powersgd:8:bf16", "powersgd:4"):
+        yield f"`{hook}` ({four[hook]:+.2f})"
+    for each in accuracy.summaries(read(RESULTS / "accuracy_start.jsonl"))["gpt"][1:3]:
+        yield f"`{each.hook}` sends {each.sent_bytes / 1e6:.1f} MB and adds {mean(each.differences)}"
+    apart = max(abs(eight[hook] - four[hook]) for hook in eight if hook in four and hook != "alone")
+    yield f"are the same, within {apart:.3f}"
+
+
 def texts() -> Iterator[tuple[str, str]]:
     """Yield (page, what it says by the rows)."""
     yield from (*tables(), *on_networks(), *on_devices())
     yield from (("docs/frameworks/local_steps.md", text) for text in on_local_steps())
     yield from (("docs/fsdp.md", text) for text in on_shards())
-    yield "docs/accuracy.md", at_size()
+    yield from (("docs/accuracy.md", text) for text in (at_size(), *on_costs()))
     yield "README.md", "\n".join(readmes_lines())
     none, alone, *_ = LOSSES
-    model = f"a GPT of {ACCURACY[0]['num_parameters']:,} parameters"
-    yield "README.md", f"no hook's {mean(none.losses)}, for {model}"
+    size = f"{ACCURACY[0]['num_parameters']:,}"
+    yield "README.md", f"no hook's {mean(none.losses)}, for a GPT of {size} parameters"
     yield "README.md", f"Without any communication it ends {mean(alone.differences)} above"
     yield "docs/choosing.md", "\n".join(advice())
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -36,12 +35,11 @@ SHOW_EVERY_S = 2.0
 class Recorder:
     """The history of one run.
 
-    wire: counts each step's bytes.
     num_validations: after as many parts of the steps, about.
     is_alone: the ranks don't communicate.
     """
 
-    def __init__(self, steps: int, wire: Wire, num_validations: int, is_alone: bool, device: Any) -> None:
+    def __init__(self, steps: int, num_validations: int, is_alone: bool, device: Any) -> None:
         self.steps, self.is_alone = steps, is_alone
         self.every = max(2, steps // num_validations)
         # Not a list: small tensors that stay keep the memory freed between them from being used again.
@@ -49,15 +47,7 @@ class Recorder:
         self.step_bytes: list[int] = []
         self.step_s: list[float] = []
         self.validation_losses: list[tuple[int, float]] = []
-        self._wire, self._shown_at = wire, -math.inf
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Time the step that runs inside, and count its bytes."""
-        before, started = self._wire.num_bytes, time.perf_counter()
-        yield
-        self.step_s.append(time.perf_counter() - started)
-        self.step_bytes.append(self._wire.num_bytes - before)
+        self._shown_at = -math.inf
 
     def show(self, label: str) -> None:
         """Print rank 0's progress: after the last step, and at most every two seconds before."""
@@ -70,14 +60,6 @@ class Recorder:
             f"   validation {self.validation_losses[-1][1]:.3f}   {self.step_bytes[-1]:,} B/step",
             flush=True,
         )
-
-    def is_time_to_validate(self) -> bool:
-        step = len(self.step_bytes)
-        return step % self.every == 0 or step == self.steps
-
-    def add_validation(self, loss: Tensor) -> None:
-        """Record this rank's validation loss after the steps so far."""
-        self.validation_losses.append((len(self.step_bytes), mean_over_ranks(loss).item()))
 
     def result(self) -> dict:
         """Return summary and history, with losses averaged over the ranks. Every rank must call it."""
@@ -158,7 +140,7 @@ def train(
     on_cuda = device.type == "cuda"
     if on_cuda:
         task.net.compile()
-    recorder = Recorder(task.steps, wire, options.validations, name == ALONE, device)
+    recorder = Recorder(task.steps, options.validations, name == ALONE, device)
     start_iter = recorder.every
     averaged = Averaged(task.net, name, start_iter, BUCKET_CAP_MB)
     optimizers = task.optimizers(task.net, task.learning_rate if learning_rate is None else learning_rate)
@@ -178,25 +160,28 @@ def train(
     def validate() -> None:
         with torch.no_grad(), half():
             logits = task.net(validation[0])
-        recorder.add_validation(loss_of(logits, validation[1]))
+        mean = mean_over_ranks(loss_of(logits, validation[1])).item()
+        recorder.validation_losses.append((len(recorder.step_bytes), mean))
         if name.startswith(SHARDED):
             task.net.reshard()  # as at the end of backward, so that every step gathers it
 
     validate()
     for step in range(task.steps):
         inputs, classes = (each.to(device) for each in task.draw())
-        with recorder.step():
-            loss = computed(inputs, classes)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss.backward()  # the hook runs in here, once per bucket
-            for optimizer in optimizers:
-                optimizer.step()
-            averaged.end_step(step + 1, task.steps)
+        before, started = wire.num_bytes, time.perf_counter()
+        loss = computed(inputs, classes)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()  # the hook runs in here, once per bucket
+        for optimizer in optimizers:
+            optimizer.step()
+        averaged.end_step(step + 1, task.steps)
+        recorder.step_s.append(time.perf_counter() - started)
+        recorder.step_bytes.append(round(wire.num_bytes - before))
         for schedule in schedules:
             schedule.step()
         recorder.losses[step] = loss.detach()
-        if recorder.is_time_to_validate():
+        if (step + 1) % recorder.every == 0 or step + 1 == task.steps:
             validate()
         recorder.show(label)
     if name != ALONE:

@@ -64,14 +64,10 @@ class Wire(TorchDispatchMode):
 
     def __init__(self, link: Link | None = None):
         super().__init__()
-        self._link, self._num_bytes = link, Fraction(0)
+        self._link = link
+        self.num_bytes = Fraction(0)  # of all-reduces over all ranks that send as much
         self._held: SimpleQueue[Any] = SimpleQueue()
         self._error: RuntimeError | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all-reduces over all ranks that send as much."""
-        return round(self._num_bytes)
 
     def __enter__(self) -> "Wire":
         self._thread = threading.Thread(target=self._carry, daemon=True)
@@ -98,7 +94,7 @@ class Wire(TorchDispatchMode):
             raise self._error
         tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
         num_bytes = sum(tensor.nbytes for tensor in tensors) * share_of_all_reduce(name)
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         link = self._link
         if link is None:
             return func(*args, **(kwargs or {}))
@@ -147,12 +143,12 @@ class SimulatedWire:
 
     def __init__(self) -> None:
         group: Any = dist.group.WORLD
-        issue, self._num_bytes = group._issue, 0.0
+        issue, self.num_bytes = group._issue, 0.0
         shares = {"all_to_all_single": 1 / 2, "all_gather_into_tensor": group.size() / 2}
 
         def counted(name: str, *given: Any, **named: Any) -> Any:
             work = issue(name, *given, **named)
-            self._num_bytes += work.sent_bytes * shares.get(name, 1.0)
+            self.num_bytes += work.sent_bytes * shares.get(name, 1.0)
             return work
 
         group._issue = counted
@@ -162,10 +158,6 @@ class SimulatedWire:
 
     def __exit__(self, *_: object) -> None:
         pass
-
-    @property
-    def num_bytes(self) -> int:
-        return round(self._num_bytes)
 
 
 def share_of_all_reduce(operator: str) -> Fraction:

@@ -33,7 +33,6 @@ NOT_RUN = [
     ("docs/architecture.md", "kernels/       Triton kernels"),
     ("docs/architecture.md", "__init__ ──▶ parallel"),
     ("docs/fsdp.md", "disable_fsdp_gradient_division(model)"),  # a patch of torchtitan, tried by hand
-    ("docs/quick_start.md", "torchrun --nproc-per-node 2 docs"),  # see test_quick_start.py
 ]
 
 
