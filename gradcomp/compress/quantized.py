@@ -54,11 +54,10 @@ class QuantizedOptions:
         check_fields(self)
         if self.bits == 16 and self.error_feedback:
             raise ValueError(
-                "use_error_feedback is on, but bits is 16: values rounded to 16 bits keep no errors. To go "
-                "on with 16 bits, make a new state"
+                "use_error_feedback is on, but bits is 16: 16 bits keep no errors. Make a new state for them"
             )
-        feedback = None if self.bits == 16 else self.error_feedback is not False  # other bits may follow
-        object.__setattr__(self, "error_feedback", feedback)
+        if self.error_feedback is None and self.bits != 16:  # which may follow
+            object.__setattr__(self, "error_feedback", True)
 
     def layout(self, shapes: Sequence[Sequence[int]], world_size: int) -> BlockLayout:
         """Return the blocks of a bucket with tensors of these shapes. With 16 bits there are none."""

@@ -174,7 +174,8 @@ class ParamGroup:
     def install_reduce_scatter(self, function: Any) -> None:
         """Install a ReduceScatter that sums, and note from now on which gradients it has, for `reduced`."""
         self._note_gradients()
-        self.module.set_force_sum_reduction_for_comms(True)
+        if self.reduce_scatter_group.size() > 1:  # alone, torch would divide by a factor twice
+            self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_custom_reduce_scatter(function)
 
     def _note_gradients(self) -> None:

@@ -97,7 +97,7 @@ def fp16_compress_hook(
     On the wire: 2 bytes per element.
     State: the process group, or None for the default one.
 
-    Raises TypeError unless the bucket is floating-point; RuntimeError, in the first step, if hooks differ.
+    Raises TypeError unless the bucket is floating-point; RuntimeError in a first eager step if hooks differ.
 
     Example::
 

@@ -101,8 +101,7 @@ def assert_nothing_is_lost(ranks, dtype):
     errors = sum(error_in(state_dict).double() for _, state_dict in ranks)
     # One rank sends nothing, so it loses nothing.
     assert (errors.norm() > 0.001 * expected.norm()) == (world_size > 1)
-    bound = QUANTIZED_IDENTITY[dtype] * expected.norm() + rounding
-    assert (sums + errors - expected).norm() <= bound
+    assert (sums + errors - expected).norm() <= QUANTIZED_IDENTITY[dtype] * expected.norm() + rounding
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), FORMS)
@@ -181,8 +180,7 @@ def sums_with(rank, group, options_of_steps):
     state.number_parameters((str(index), each) for index, each in enumerate(layers))
     generator, shards = torch.Generator().manual_seed(rank), []
     for options in options_of_steps:
-        given = replace(state.options, bits=options["bits"])
-        state.change(replace(state.settings, options=given))
+        state.change(replace(state.settings, options=replace(state.options, bits=options["bits"])))
         for index, layer in enumerate(layers):
             gradient = torch.randn(64 * 64, generator=generator)
             shards.append(torch.zeros(64 * 64 // group.size()))

@@ -48,8 +48,7 @@ def test_a_program_prints_what_the_page_says(name):
     need_project_of(name)
     if name == "torch_quantization_on_gloo" and torch.__version__ >= "2.15":
         pytest.skip("torch 2.15's quantization hooks run on gloo")
-    launcher = TORCHRUN if name in OF_TWO else ()
-    done = run_python(*launcher, PROGRAMS / f"{name}.py", OMP_NUM_THREADS="1")
+    done = run_python(*(TORCHRUN if name in OF_TWO else ()), PROGRAMS / f"{name}.py", OMP_NUM_THREADS="1")
     assert done.stdout == documented(name), done.stderr
     assert done.returncode == 0 or any(abort in done.stderr for abort in ABORTS_AT_EXIT), done.stderr
     assert "observed" in done.stdout

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -152,6 +152,12 @@ def units(rank):
     (group,) = param_groups_of(model)
     found = [group.units(dtype) for dtype in DTYPES.values()]
     model.set_gradient_divide_factor(3.0)
+    grid = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicas", "shards"))
+    alone = sharded(grid["shards"], "fp32")
+    compress_reduce_scatter(alone, int4())
+    alone.set_gradient_divide_factor(4.0)
+    backward(alone, whole(0)[rank])
+    assert torch.equal(4 * alone.terms[0].grad.full_tensor(), whole(0)[rank][0])
     return [*found, group.units(torch.float32), group.units(torch.float16)]
 
 

@@ -50,8 +50,7 @@ def state_of(rank, group=None, ms=None, wait_ms=1e4, **options):
 
 def step_of(state, rank, step, dtype=torch.float32):
     gradient = random_gradient(SHAPES, rank, step, dtype)
-    averaged = auto_hook(state, Bucket(gradient.clone(), SHAPES)).wait()
-    return gradient, averaged.clone()
+    return gradient, auto_hook(state, Bucket(gradient.clone(), SHAPES)).wait().clone()
 
 
 def take_steps(state, rank, steps):

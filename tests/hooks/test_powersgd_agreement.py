@@ -43,8 +43,7 @@ def test_a_different_option_is_named_on_every_rank(rank):
         change = change if rank == 1 else {}
         hook = change if callable(change) else PLAIN
         shapes = change if isinstance(change, list) else [(6, 4)]
-        options = change if isinstance(change, dict) else {}
-        state = powerSGD_hook.PowerSGDState(None, **(OPTIONS | options))
+        state = powerSGD_hook.PowerSGDState(None, **OPTIONS | (change if isinstance(change, dict) else {}))
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         try:
             hook(state, Bucket(torch.ones(numel), shapes)).wait()
