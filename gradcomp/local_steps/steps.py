@@ -185,7 +185,7 @@ class LocalSteps:
         Every rank of the group must call it, except new ranks, which construct a LocalSteps with the group.
         They take the common weights, the outer optimizer's state and the counts of a rank that has gone
         furthest, and the part of a hook's state that ranks share. Their errors are zero. So does a rank that
-        an error has kept from an exchange which others have completed.
+        an error has kept from an exchange which others have completed; its other weights stay.
 
         An exchange under way is completed, or dropped if it fails: what a rank has learned stays in its
         weights. With state.keep_undo = True the errors are then as before the exchange.
@@ -234,8 +234,8 @@ class LocalSteps:
             self._common.load_optimizer(tensors, rest)
             if self._hooked.can("shared_state_dict"):
                 take_over(self._hooked.state, source, group)
-        if is_new or any(not each.equal(before[name]) for name, each in self._common.shards.items()):
-            self._own.write(self._common.shards)
+        common = self._common.shards.items()
+        self._own.write({name: each for name, each in common if is_new or not each.equal(before[name])})
         self._num_active = group.size()
 
     # --- exchanges ---

@@ -53,8 +53,7 @@ def test_every_row_of_a_gpu_has_the_floor_and_how_many_floors_its_time_is(on, tm
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(environment, "driver_version", lambda: None)
     right = [torch.arange(4.0)]
-    providers = {"gradcomp": lambda: right, "torch": lambda: right}
-    setup = Setup(providers, lambda: [right[0].double()])
+    setup = Setup({"gradcomp": lambda: right, "torch": lambda: right}, lambda: [right[0].double()])
     case = Case("count", "to 4", "float32", 33_500_000, 0.0, lambda: setup, "torch", min_launches=2)
     assert bench.main(["--device", "cuda", "--record", "--results", str(tmp_path)], [case]) == 0
     ours = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("gradcomp "))

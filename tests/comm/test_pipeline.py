@@ -79,8 +79,7 @@ def test_whoever_waits_completes_a_future():
 
 def test_whoever_waits_for_what_follows_completes_it():
     future = add(Pipeline(), bucket(3, []), is_first=True, is_last=False)
-    doubled = future.then(lambda done: done.value() * 2).then(lambda done: done.value() + 1)
-    assert doubled.wait() == 7
+    assert future.then(lambda done: done.value() * 2).then(lambda done: done.value() + 1).wait() == 7
     failed = future.then(lambda done: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         failed.wait()

@@ -284,8 +284,7 @@ def averaged(loop, model, state, hook):
         compress_reduce_scatter(model, state)
         return model
     way = {"torch's DDP": "torch", "average_": "none"}.get(loop, "gradcomp")
-    options = {"bucket_cap_mb": 0.001} if way == "gradcomp" else {}
-    return Averaged(model, way, hook, state, **options)
+    return Averaged(model, way, hook, state, **({"bucket_cap_mb": 0.001} if way == "gradcomp" else {}))
 
 
 def run(rank, loop, hook_name, refuses):

@@ -54,8 +54,7 @@ class Net(nn.Module):
 
 
 def loss_of(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    x = drawn(5, 1, 8, 8, rank=rank, step=step).to(device_of_rank(), dtype)
-    return model(x).square().mean()
+    return model(drawn(5, 1, 8, 8, rank=rank, step=step).to(device_of_rank(), dtype)).square().mean()
 
 
 def backward(model: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float32) -> None:

@@ -45,8 +45,8 @@ def renamed(name):
     """Return a change of the first parameter's name."""
 
     def change(state_dict):
-        first = next(iter(state_dict["parameters"]))
-        state_dict["parameters"][name] = state_dict["parameters"].pop(first)
+        entries = state_dict["parameters"]
+        entries[name] = entries.pop(next(iter(entries)))
 
     return change
 
