@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_quantization
 
 from gradcomp.comm.bucket import Hook
-from gradcomp.hooks import auto_hook, default_hooks
+from gradcomp.hooks import AutoState, auto_hook, default_hooks
 from gradcomp.hooks import powerSGD_hook as powerSGD
 from gradcomp.hooks import quantization_hooks as quantization
 from gradcomp.testing.check import PROPERTIES, Report, check_hook
@@ -50,12 +50,10 @@ def hooks_of(default: Any, module: Any) -> dict[str, tuple[Hook, MakeState]]:
     }
 
 
-def automatic(process_group: dist.ProcessGroup) -> auto_hook.AutoState:
+def automatic(process_group: dist.ProcessGroup) -> AutoState:
     """Make a state that tries four candidates for three steps each, then uses the first: all take as long."""
     names = ("int4", "none", "int8", "powersgd:4:int8")
-    return auto_hook.AutoState(
-        process_group, names, start_iter=2, steps_per_turn=3, rounds=1, clock=count().__next__
-    )
+    return AutoState(process_group, names, start_iter=2, steps_per_turn=3, rounds=1, clock=count().__next__)
 
 
 OURS: dict[str, tuple[Hook, MakeState]] = {
@@ -64,7 +62,7 @@ OURS: dict[str, tuple[Hook, MakeState]] = {
     "int4": (quantization.quantization_hook, partial(quantized, bits=4)),
     "pertensor": (quantization.quantization_pertensor_hook, None),
     "perchannel": (perchannel_hook, None),
-    "auto": (auto_hook.auto_hook, automatic),
+    "auto": (auto_hook, automatic),
 }
 TORCHS = {
     **hooks_of(torch_default_hooks, torch_powerSGD),

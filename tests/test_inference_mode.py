@@ -12,10 +12,9 @@ from torch.distributed.fsdp import fully_shard
 import gradcomp
 from gradcomp.compress import Recorder
 from gradcomp.fsdp import compress_reduce_scatter, compress_replicas
-from gradcomp.hooks.auto_hook import AutoState, auto_hook
+from gradcomp.hooks import AutoState, QuantizationState, auto_hook, quantization_hook
 from gradcomp.hooks.default_hooks import bf16_compress_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
 from gradcomp.reducer import GradBucket, Reducer
 from tests.fsdp.models import new_grid

@@ -2,8 +2,8 @@
 
 Replace torch's package name by ``gradcomp.hooks`` in an import of default_hooks, powerSGD_hook,
 quantization_hooks or debugging_hooks; nothing else changes. Torch's other hook modules are not included.
-The states and most hooks can be imported from here, too; auto_hook and powerSGD_hook are the modules with
-these hooks, as in torch's layout: ``powerSGD_hook.powerSGD_hook``.
+The states and hooks can be imported from here, too; but powerSGD_hook is the module with this hook, as in
+torch's layout: ``powerSGD_hook.powerSGD_hook``.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from torch import nn
 
 from gradcomp.compress.state import CompressorState
 
-from . import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
-from .auto_hook import AutoState
+from . import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from .auto_hook import AutoState, auto_hook
 from .default_hooks import bf16_compress_hook, fp16_compress_hook
 from .powerSGD_hook import PowerSGDState
 from .quantization_hooks import QuantizationState, quantization_hook
@@ -80,7 +80,7 @@ class DDPCommHookType(Enum):
     BATCHED_POWER_SGD = _power_sgd(powerSGD_hook.batched_powerSGD_hook, rank=1)
     BATCHED_POWER_SGD_RANK2 = _power_sgd(powerSGD_hook.batched_powerSGD_hook, rank=2)
     NOOP = _Registration(debugging_hooks.noop_hook)
-    AUTO = _Registration(auto_hook.auto_hook, AutoState)
+    AUTO = _Registration(auto_hook, AutoState)
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import gradcomp
-from gradcomp.hooks.auto_hook import AutoState, auto_hook
+from gradcomp.hooks import AutoState, QuantizationState, auto_hook, quantization_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.local_steps import LocalSteps
 from tests.kept import entries_in
 

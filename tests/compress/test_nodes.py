@@ -19,9 +19,8 @@ from gradcomp.compress import BucketSpec, powersgd
 from gradcomp.compress.checkpoint import average_errors
 from gradcomp.compress.powersgd import PowerSGDCompressor, PowerSGDOptions
 from gradcomp.compress.quantized import QuantizedCompressor, QuantizedOptions
-from gradcomp.hooks.auto_hook import AutoState, auto_hook
+from gradcomp.hooks import AutoState, QuantizationState, auto_hook, quantization_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import RankError, check_hook, claims_of
 from tests.depth import everyday, mixed
 from tests.hooks.powersgd_oracle import Bucket, random_gradient, relative

@@ -12,10 +12,9 @@ import gradcomp
 from gradcomp.comm.bucket import GradBucket
 from gradcomp.compress import Compressor, CompressorState, Recorder
 from gradcomp.fsdp import compress_reduce_scatter
-from gradcomp.hooks.auto_hook import AutoState, auto_hook
+from gradcomp.hooks import AutoState, QuantizationState, auto_hook, quantization_hook
 from gradcomp.hooks.default_hooks import bf16_compress_wrapper
 from gradcomp.hooks.powerSGD_hook import batched_powerSGD_hook, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradcomp.testing import run_ranks as run_simulated
 from tests.kept import entries_in
 from tests.training import Averaged, power_sgd

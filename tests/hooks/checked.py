@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
-from gradcomp.hooks import auto_hook, debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from gradcomp.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks
+from gradcomp.hooks.auto_hook import AutoState, auto_hook
 from gradcomp.hooks.named_hooks import NamedHook
 
 # The steps of a run with error feedback. The first ones are plain, as DDP rebuilds its buckets.
@@ -61,9 +62,9 @@ def _state_with_nodes(**options: Any) -> quantization_hooks.QuantizationState:
     return _quantization_state(ranks_per_node=_node_size(), **options)
 
 
-def _auto_state() -> auto_hook.AutoState:
+def _auto_state() -> AutoState:
     """Return a state that tries each candidate in the checked steps. One rank alone uses the first."""
-    return auto_hook.AutoState(
+    return AutoState(
         None, ("int4", "none", "powersgd:4"), start_iter=NUM_PLAIN_STEPS, steps_per_turn=3, rounds=1
     )
 
@@ -122,7 +123,7 @@ HOOKS = {
     "quantization_hook int4 hierarchical": HookCheck(
         lambda: quantization_hooks.quantization_hook, make_state=partial(_state_with_nodes, bits=4)
     ),
-    "auto_hook": HookCheck(lambda: auto_hook.auto_hook, make_state=_auto_state),
+    "auto_hook": HookCheck(lambda: auto_hook, make_state=_auto_state),
     "quantization_hook 16 bits": HookCheck(lambda: _sixteen_bits_hook(), torch.bfloat16),
     "allreduce hierarchical": HookCheck(lambda: _hierarchical_all_reduce()),
     # Senders and owner each lose half of a 127th of a block's largest value, and 2⁻⁸ by rounding the scale:

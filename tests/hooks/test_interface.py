@@ -143,8 +143,8 @@ def test_the_auto_type_makes_its_state(group_of_one):
     model = FakeModel()
     register_ddp_comm_hook(DDPCommHookType.AUTO, model, dist.group.WORLD)
     state, hook = model.registered
-    assert hook is auto_hook.auto_hook
-    assert (type(state), state.process_group) == (auto_hook.AutoState, dist.group.WORLD)
+    assert hook is auto_hook
+    assert (type(state), state.process_group) == (hooks.AutoState, dist.group.WORLD)
 
 
 def test_wrapping_the_plain_hook_is_the_compress_hook():

@@ -8,7 +8,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDDP
 import gradcomp
 from gradcomp import DistributedDataParallel, Reducer, average_
 from gradcomp.hooks import (
+    AutoState,
     DDPCommHookType,
+    auto_hook,
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
@@ -31,6 +33,7 @@ def compress_with_torchs_ddp(model: nn.Module) -> tuple[float, float, float]:
     ddp.register_comm_hook(quantization_hooks.QuantizationState(bits=8), quantization_hooks.quantization_hook)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     ddp.register_comm_hook(state, default_hooks.fp16_compress_wrapper(powerSGD_hook.batched_powerSGD_hook))
+    ddp.register_comm_hook(AutoState(), auto_hook)
     register_ddp_comm_hook(DDPCommHookType.POWER_SGD, ddp)
     return state.compression_stats()
 

@@ -2,10 +2,8 @@
 
 import torch
 
-from gradcomp.hooks import default_hooks
-from gradcomp.hooks.auto_hook import AutoState, auto_hook
+from gradcomp.hooks import AutoState, QuantizationState, auto_hook, default_hooks, quantization_hook
 from gradcomp.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradcomp.hooks.quantization_hooks import QuantizationState, quantization_hook
 
 HOOKS = {
     "bf16": lambda group: (default_hooks.bf16_compress_hook, group),
