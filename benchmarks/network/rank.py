@@ -150,7 +150,7 @@ def steps(job: dict[str, Any]) -> dict[str, Any]:
         "step_ms": statistics.mean(times_ms),
         "p20_ms": times_ms[num_steps // 5],
         "p80_ms": times_ms[-1 - num_steps // 5],
-        "all_reduce_bytes": wire.num_bytes,
+        "all_reduce_bytes": round(wire.num_bytes),
         "sent_bytes_per_step": sent / num_steps,
         **chosen,
     }
