@@ -80,7 +80,7 @@ def _new_group(ranks: list[int], groups: list[dist.ProcessGroup], timeout: Any =
 
     torch names it by its ranks and the number of groups that this rank has joined. Others may have joined
     fewer, and the number falls when groups end. So for a moment it is a new one, the same on all ranks.
-    With a default group that is bound to a device torch would split it, which waits for every rank.
+    A default group bound to a device is unbound meanwhile: torch would split it, and wait for all its ranks.
     """
     world: Any = dist.group.WORLD
     names, kept = torch_private.names_of_groups(), kept_of(world)

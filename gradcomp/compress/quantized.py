@@ -54,9 +54,9 @@ class QuantizedOptions:
         check_fields(self)
         if self.bits == 16 and self.error_feedback:
             raise ValueError(
-                "use_error_feedback is on, but bits is 16: 16 bits keep no errors. Make a new state for them"
+                "use_error_feedback is on, but bits is 16: 16 bits keep no errors. Make another state"
             )
-        if self.error_feedback is None and self.bits != 16:  # which may follow
+        if self.error_feedback is None and self.bits != 16:  # 4 or 8 may follow 16
             object.__setattr__(self, "error_feedback", True)
 
     def layout(self, shapes: Sequence[Sequence[int]], world_size: int) -> BlockLayout:
@@ -83,8 +83,8 @@ class QuantizedOptions:
 class QuantizedCompressor(Compressor):
     """The quantized all-reduce, or reduce-scatter, of one bucket, with error feedback. The state's entry:
 
-    "error": [numel], the values that the averages (sums) still lack from this rank: what rounding has lost of
-        its gradients, and with two exchanges, in its own shard, what it has lost of the ranks' sum.
+    "error": [numel], the values that the averages (sums) still lack from this rank: what rounding has taken
+        from its gradients and, with two exchanges, from the sum of all ranks in the shard that it owns.
     """
 
     is_same_on_all_processors = True

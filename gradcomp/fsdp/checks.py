@@ -66,7 +66,7 @@ def check_state(whose: str, state: CompressorState, group: dist.ProcessGroup, gr
             f"{whose}: the state averages the gradients of a model already: make one state per model"
         )
     ranks, given = (global_ranks_of(whose, each) for each in (state.process_group or group, group))
-    ranks = kept_of(state.process_group or group).get("ranks of the mesh", ranks)  # in its nodes' order
+    ranks = kept_of(state.process_group or group).get("ranks of the mesh", ranks)  # node by node
     if ranks != given:
         raise ValueError(
             f"the state's process group has ranks {ranks}, but {group_name} has {given}: set "

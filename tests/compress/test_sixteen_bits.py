@@ -62,5 +62,5 @@ def test_errors_are_not_kept():
     state = QuantizationState(bits=16)
     state.bits = 4
     assert state.use_error_feedback
-    with pytest.raises(ValueError, match=r"16 bits keep no errors\. Make a new"):
+    with pytest.raises(ValueError, match=r"16 bits keep no errors\. Make another"):
         state.bits = 16
